@@ -1,0 +1,2760 @@
+#!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.9"
+# dependencies = ["requests>=2.25"]
+# ///
+"""mm asks a language model a question and shows it think, live, before it answers.
+
+    mm "why is the sky blue?"              one question; the answer alone goes to stdout when that is a pipe
+    git diff | mm "review this"            piped text is added after the question
+    mm                                     a conversation (/help lists its commands)
+    mm -p ollama -m qwen3:8b "hello"       a named server and model; with neither, mm looks for a local server
+    mm --check                             what would be used, and whether it answers
+
+It speaks to any OpenAI-compatible server: Docker Model Runner, llama.cpp's llama-server, Ollama, vLLM, LM Studio, or a
+hosted one. It needs Python 3.9 and `requests`, and no configuration.
+
+The path of a token, from the socket to the screen; each step is a function or class of that name:
+
+    socket --> body_pieces --> Tap --> lines --> events --> deltas --> ModelCall --> read_reply --> Conversation.ask --> Person.show
+    (Line)     as it arrives   --tap   SSE lines SSE events OpenAI     watchdog,     Delta to       a turn: call,        terminal, pipe
+                                                            chunks     its thread    event          retry, tools         (or Ndjson.show)
+
+Sections, each using only what stands above it:
+
+     1 settings       what can be set, where it is read from, one line per fault
+     2 errors         from whatever went wrong to one line a person can act on
+     3 providers      the servers mm knows, as data; which one is used; what it says of itself
+     4 the wire       bytes to lines to events to deltas, tolerant of everything servers really send
+     5 the watchdog   one reader thread per call; what counts as a sign of life; how a call is ended
+     6 requests       the one place where a conversation becomes a request body
+     7 protocols      the two ends of a wire protocol: where it posts, what it sends
+     8 tools          what a model may call
+     9 conversation   a turn, and what is left of it when it breaks
+    11 display        a person's view and NDJSON, of the same events
+    12 the REPL       prompt, commands, Ctrl-C
+    13 demo, replay   a scripted server; a recorded stream
+    14 command line   options and exit codes
+"""
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import time
+from urllib.parse import urlsplit, urlunsplit
+
+__version__ = "0.1.0"
+
+
+# ======================================================================================================================
+# 1. Settings
+#
+# Every setting is a row of a table: its kind and its default. A value comes from an option, else the environment, else
+# the config file, else the default, and remembers which, so that a fault can name it. YAML turns `no` into false, 4.0 into
+# a number and 22:22 into 1342, so mm reads YAML's scalars as they were written and lets the row's kind decide.
+# A config file is never taken from the current directory: a cloned repository must not choose where prompts go.
+# ======================================================================================================================
+
+class MMError(Exception):
+    """What ends a call, a turn or a run: `kind` is one of the error kinds of --json, `message` one line for a person.
+
+    again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call once more, "loading" wait
+    until the model is loaded, "busy" the same call after `wait` seconds, "field:NAME" the call without that optional field.
+    """
+
+    def __init__(self, kind, message, again="", wait=0.0):
+        super().__init__(message)
+        self.kind, self.message, self.again, self.wait = kind, message, again, wait
+
+
+SETTINGS = {  # key in the config file: (kind, default)
+    "provider": ("text", ""),
+    "model": ("text", ""),
+    "system": ("text", ""),
+    "showThinking": ("flag", True),
+    "watchdogTimeout": ("seconds", 20.0),
+    "firstTokenTimeout": ("seconds", 120.0),
+    "retries": ("count", 1),
+    "maxSteps": ("count", 25),
+    "tools": ("names", []),
+    "commands": ("map", {}),
+    "commandTimeout": ("seconds", 120.0),
+    "compactAt": ("fraction", 0.8),
+    "contextWindow": ("count", 0),
+    "reasoningEcho": ("flag", False),
+    "save": ("flag", True),
+    "sampling": ("map", {}),
+    "providers": ("map", {}),
+}
+DEFAULTS = {key: default for key, (_, default) in SETTINGS.items()}
+NOT_IN_A_FILE = {"url": ("text", ""), "think": ("flag", None)}  # from an option or the environment only
+PROVIDER_KEYS = {  # the keys of an entry below `providers:`
+    "like": "text", "url": "text", "fallback": "names", "apiKeyEnv": "text", "model": "text", "local": "flag",
+    "sampling": "map", "thinkTags": "flag", "protocol": "protocol", "template": "template",
+}
+ENVIRONMENT = {"MM_PROVIDER": "provider", "MM_MODEL": "model", "MM_BASE_URL": "url"}
+KEY_LIKE = re.compile(r"(?i)^(api[-_]?key|key|token|secret|password|bearer)$")
+
+
+class Bare(str):
+    """A YAML scalar that was written without quotes, so that `5` can still become a number and `"5"` stays text."""
+
+
+def typed(value):
+    """A value that goes out as it is (sampling, JSON schemas): unquoted text is JSON where it parses, else text."""
+    if isinstance(value, dict):
+        return {str(k): typed(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [typed(v) for v in value]
+    return json_or_text(value) if isinstance(value, Bare) else value
+
+
+def json_or_text(text):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return str(text)
+
+
+def as_flag(value):
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    if isinstance(value, bool):
+        return value
+    return words[str(value).strip().lower()]
+
+
+def as_number(value):
+    if isinstance(value, bool):
+        raise ValueError
+    number = float(value)
+    if not 0 <= number < 1e9:  # also refuses nan
+        raise ValueError
+    return number
+
+
+def as_count(value):
+    number = as_number(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def as_fraction(value):
+    number = as_number(value)
+    if number > 1:
+        raise ValueError
+    return number
+
+
+def as_text(value):
+    if not isinstance(value, str):  # only JSON gets here with something else
+        raise ValueError
+    return str(value)
+
+
+def as_names(value):
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError
+    return [item.strip() for item in items if item.strip()]
+
+
+def as_map(value):
+    if not isinstance(value, dict):
+        raise ValueError
+    return typed(value)
+
+
+def one_of(*words):
+    def convert(value):
+        if value not in words:
+            raise ValueError
+        return str(value)
+    return convert
+
+
+KINDS = {  # kind: (how it is read, what a person is told it wants)
+    "text": (as_text, "text (put it in quotes)"),
+    "flag": (as_flag, "true or false"),
+    "seconds": (as_number, "a number of seconds, such as 20"),
+    "count": (as_count, "a whole number, 0 or more"),
+    "fraction": (as_fraction, "a number from 0 to 1"),
+    "names": (as_names, "a list of names"),
+    "map": (as_map, "a map of keys and values"),
+    "protocol": (one_of("chat", "completions"), "chat or completions"),
+    "template": (one_of("chatml", "llama3", "gemma", "mistral"), "chatml, llama3, gemma or mistral"),
+}
+
+
+def converted(value, kind, where):
+    """`value` as its kind wants it, or MMError("config") with one line that begins with `where`."""
+    convert, wanted = KINDS[kind]
+    try:
+        return convert(value)
+    except (ValueError, TypeError, KeyError, OverflowError):
+        shown = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else f"'{value}'"
+        raise MMError("config", f"{where}: wants {wanted}, not {one_line(shown, 60)}") from None
+
+
+def one_line(text, limit=500):
+    """`text` on one line of at most `limit` characters, with runs of white space folded."""
+    text = " ".join(str(text).split())
+    return text if len(text) <= limit else text[:limit - 1] + "…"
+
+
+def not_set(value):
+    """Empty and blank mean 'not set' wherever a value comes from (`key:` in YAML, `VAR=` from a compose file)."""
+    return value is None or isinstance(value, Bare) and value in ("", "~", "null") or value == {} or value == []
+
+
+class Settings:
+    """Every setting's value, and for each that is no default, where it came from.
+
+    settings["retries"] is the value; settings.source("retries") is "--retries", "$MM_MODEL", "config.yaml: model" or "".
+    settings.notices holds what a person should hear, such as unknown keys; settings.file is the config file, or "".
+    """
+
+    def __init__(self):
+        self.values = {key: default for key, (_, default) in {**SETTINGS, **NOT_IN_A_FILE}.items()}
+        self.sources, self.notices, self.file = {}, [], ""
+
+    def __getitem__(self, key):
+        return self.values[key]
+
+    def source(self, key):
+        return self.sources.get(key, "")
+
+    def put(self, key, value, source):
+        kind = {**SETTINGS, **NOT_IN_A_FILE}[key][0]
+        self.values[key] = converted(value, kind, source)
+        self.sources[key] = source
+
+
+def load_settings(options, config="", environ=os.environ):
+    """The settings of a run. options: {key: (value, option name)} from the command line; config: --config's value.
+
+    Raises MMError("config") with one line per fault.
+    """
+    settings, faults = Settings(), []
+    path, named_by = config_path(config, environ)
+    if path:
+        settings.file = path
+        faults += take_file(settings, path, named_by)
+    for variable, key in ENVIRONMENT.items():
+        if environ.get(variable, "").strip():
+            settings.put(key, environ[variable].strip(), f"${variable}")
+    for key, (value, option) in options.items():
+        try:
+            settings.put(key, value, option)
+        except MMError as fault:
+            faults.append(fault.message)
+    if faults:
+        raise MMError("config", "\n".join(faults))
+    return settings
+
+
+def config_path(option, environ):
+    """-> (path, what named it), or ("", "") when there is no config file; a file that was named must be there."""
+    if option.strip():
+        return option, "--config"
+    if environ.get("MM_CONFIG", "").strip():
+        return os.path.expanduser(environ["MM_CONFIG"].strip()), "$MM_CONFIG"
+    beside = os.path.join(os.path.dirname(os.path.realpath(__file__)), "config.yaml")
+    for path in (beside, os.path.join(xdg_home("XDG_CONFIG_HOME", ".config", environ), "config.yaml")):
+        if os.path.isfile(path):
+            return path, ""
+    return "", ""
+
+
+def xdg_home(variable, default, environ=os.environ):
+    """mm's folder below an XDG base directory; a relative or blank value counts as not set (XDG base directory spec)."""
+    base = environ.get(variable, "").strip()
+    if not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), default)
+    return os.path.join(base, "mm")
+
+
+def take_file(settings, path, named_by):
+    """Puts a config file's values into `settings`; -> its faults, a line each."""
+    name = os.path.basename(path) if not named_by else path
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(1 << 20)
+    except OSError as error:
+        return [f"{path}: {error.strerror}" + (f" (named by {named_by})" if named_by else "")]
+    try:
+        data = parse_config(raw)
+    except MMError as fault:
+        return [f"{name}: {fault.message}"]
+    if data is None:
+        return []
+    if not isinstance(data, dict):
+        return [f"{name}: wants keys and values, such as `model: qwen3`"]
+    faults = []
+    for key, value in data.items():
+        where = f"{name}: {key}"
+        if KEY_LIKE.match(key):
+            faults.append(f"{where}: {KEY_IN_FILE}")
+        elif key not in SETTINGS:
+            settings.notices.append(f"{where}: unknown key{did_you_mean(key, SETTINGS)}")
+        elif not not_set(value):
+            try:
+                settings.put(key, value, where)
+                if key == "providers":
+                    settings.values[key] = take_providers(value, where, settings.notices)
+            except MMError as fault:
+                faults += fault.message.split("\n")
+    return faults
+
+
+KEY_IN_FILE = "a key does not belong in this file: put it into an environment variable, and that variable's name here as apiKeyEnv"
+
+
+def take_providers(entries, where, notices):
+    """The entries below `providers:`, each value checked for its kind. Raises MMError with a line per fault."""
+    checked, faults = {}, []
+    for name, entry in entries.items():
+        checked[name] = {}
+        if not isinstance(entry, dict):
+            faults.append(f"{where}.{name}: wants keys and values, such as `url: http://…`")
+            continue
+        for key, value in entry.items():
+            at = f"{where}.{name}.{key}"
+            if KEY_LIKE.match(key):
+                faults.append(f"{at}: {KEY_IN_FILE}")
+            elif key not in PROVIDER_KEYS:
+                notices.append(f"{at}: unknown key{did_you_mean(key, PROVIDER_KEYS)}")
+            elif key == "apiKeyEnv" and not not_set(value) and not re.match(r"[A-Za-z_][A-Za-z0-9_]{0,63}$", str(value)):
+                faults.append(f"{at}: wants the name of an environment variable (its value is not shown here)")
+            elif not not_set(value) or key == "fallback" and value == []:
+                try:
+                    checked[name][key] = converted(value, PROVIDER_KEYS[key], at)
+                except MMError as fault:
+                    faults.append(fault.message)
+    if faults:
+        raise MMError("config", "\n".join(faults))
+    return checked
+
+
+def did_you_mean(word, words):
+    import difflib  # only when something is misspelt
+    close = difflib.get_close_matches(word, words, 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def parse_config(raw):
+    """Bytes of a config file -> dict, list, text or None. YAML scalars stay text (Bare when unquoted). Raises MMError."""
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise MMError("config", f"line {raw.count(10, 0, error.start) + 1}: not UTF-8 text") from None
+    problem = None
+    if text.lstrip()[:1] in ("{", "["):  # YAML forbids the tabs that JSON allows
+        try:
+            return json.loads(text, object_pairs_hook=no_duplicates)
+        except ValueError as error:
+            problem = error
+    try:
+        import yaml
+    except ImportError:
+        if not text.strip():
+            return None
+        if problem:
+            raise MMError("config", f"not JSON: {one_line(problem)}") from None
+        raise MMError("config", "this is YAML, and PyYAML is not installed: pip install pyyaml, or write it as JSON") from None
+    try:
+        return from_yaml(yaml.compose(text, Loader=yaml.BaseLoader), yaml)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        tab = " (a tab; YAML wants spaces)" if "'\\t'" in str(error.problem) else ""
+        raise MMError("config", one_line(f"{at}{error.problem}{tab}")) from None
+    except yaml.YAMLError as error:
+        raise MMError("config", one_line(error)) from None
+    except RecursionError:
+        raise MMError("config", "nested too deeply") from None
+
+
+def no_duplicates(pairs):
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key '{next(k for k in keys if keys.count(k) > 1)}' stands twice")
+    return data
+
+
+def from_yaml(node, yaml):
+    """A composed YAML node as dicts, lists and text, exactly as written."""
+    if isinstance(node, yaml.MappingNode):
+        pairs = [(str(from_yaml(key, yaml)), from_yaml(value, yaml)) for key, value in node.value]
+        for index, (key, _) in enumerate(pairs):
+            if key in dict(pairs[:index]):
+                line = node.value[index][0].start_mark.line + 1
+                raise MMError("config", f"line {line}: the key '{key}' stands twice")
+        return dict(pairs)
+    if isinstance(node, yaml.SequenceNode):
+        return [from_yaml(item, yaml) for item in node.value]
+    if node is None:
+        return None
+    return Bare(node.value) if node.style is None else node.value
+
+
+# ======================================================================================================================
+# 2. Errors
+#
+# Servers say what is wrong in a dozen shapes (WORDS_KEYS), as a web page, as a stack trace of their template engine, or
+# not at all. This section finds the sentence, and the HINTS table adds what to do about it. A 500 from llama.cpp mostly
+# means 'your request', so a status alone says little. Unknown errors come through in the server's own words.
+# ======================================================================================================================
+
+WORDS_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason", "error_description", "title")
+OVERFLOW = re.compile(r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length|prompt (is )?too long"
+                      r"|tokens to keep|longer than the context|max_tokens must be at least 1, got -")
+OVERFLOW_PROMPT = re.compile(r"(?i)request \((\d+) tokens|input has (\d+) tokens|(\d+) in the messages|passed (\d+) input"
+                             r"|(\d+) input tokens|prompt \(length (\d+)\)|requested (\d+) tokens|resulted in (\d+) tokens")
+OVERFLOW_WINDOW = re.compile(r"(?i)context (?:size|length|window) \((\d+)|model length of (\d+)"
+                             r"|context (?:size|length|window)[a-z' ]{0,24}?(\d+)")
+HINTS = (  # (HTTP statuses, or none for any; what the words look like; kind; what to do; what may be tried)
+    ((), r"--jinja|Unsupported param: tools|Cannot use tools with stream", "server", "start llama-server with --jinja", ""),
+    ((), r"enable-auto-tool-choice", "server", "start vLLM with these two options", ""),
+    ((), r"(?i)loading model|model is loading", "server", "", "loading"),
+    ((401, 403), r"", "auth", "{key}", ""),
+    ((), r"(?i)(model|backend)\b.{0,200}(not found|not exist|not a valid|unknown|not loaded)"
+         r"|(no such|unknown|invalid|not a valid) model|no models? loaded", "not_found", "{get}", ""),
+    ((404, 405), r"", "not_found", "mm asked {url}: is that the server's API?", ""),
+    ((402,), r"", "server", "the account has no credit left", ""),
+    ((429,), r"", "rate_limited", "wait a little, or choose another model", "busy"),
+    ((502, 504), r"", "server", "the server behind {host} did not answer: is it running?", "busy"),
+    ((503,), r"", "server", "the server is busy or not ready", "busy"),
+)
+
+
+def words(value):
+    """The sentence in a server's error, wherever it stands: JSON of any nesting, JSON inside a string, text."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text[:1] in ("{", "["):
+            try:
+                return words(json.loads(text)) or text
+            except (ValueError, RecursionError):
+                pass
+        return template_words(text)
+    if isinstance(value, list):
+        return "; ".join(filter(None, (words(item) for item in value[:8])))
+    if not isinstance(value, dict):
+        return ""
+    found = next(filter(None, (words(value.get(key)) for key in WORDS_KEYS)), "")
+    if isinstance(value.get("loc"), list):  # FastAPI names the field it refused
+        found = ".".join(str(part) for part in value["loc"]) + ": " + found
+    metadata = value.get("metadata")
+    if isinstance(metadata, dict) and words(metadata.get("raw")):  # OpenRouter: what the server behind it said
+        found = f"{found}: {words(metadata['raw'])}"
+    return found
+
+
+def template_words(text):
+    """llama.cpp's template errors quote the template's source; only the sentence is of use (WIRE 1.8)."""
+    if "Error: " in text and "While executing" in text:
+        return "the chat template refuses this: " + text.rsplit("Error: ", 1)[1].replace("Jinja Exception: ", "").strip()
+    old = re.match(r"(.+?) at row \d+, column \d+:\s*\n", text)
+    return f"the chat template refuses this: {old.group(1)}" if old else text
+
+
+def page_title(text):
+    """The title of a web page ("" if it has none), or None when `text` is no web page."""
+    if not re.match(r"(?is)\s*(<\?xml[^>]*>)?\s*(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)\b", text[:4000]):
+        return None
+    title = re.search(r"(?is)<title[^>]*>(.*?)</title", text)
+    return one_line(re.sub(r"[<>]", "", title.group(1)), 80) if title else ""
+
+
+def web_page(title, url):
+    named = f' ("{title}")' if title else ""
+    return MMError("not_found", f"{url} answered with a web page{named}, not with an API: check the URL (most end in /v1)")
+
+
+def decoded(raw):
+    """A body's bytes as text: UTF-8, else Latin-1 (some proxies write their errors so)."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
+
+
+def explain(status, body, backend, url, wait=None):
+    """MMError for a server's refusal.
+
+    status: the HTTP status, or 0 for an error inside a stream that began with 200; body: bytes, text, or parsed JSON;
+    url: what was asked, for the line; wait: Retry-After in seconds, if the server named it.
+    """
+    text = decoded(body) if isinstance(body, bytes) else body
+    if isinstance(text, str) and page_title(text) is not None and status not in (401, 403, 429, 502, 503, 504):
+        return web_page(page_title(text), url)
+    said = words(text) if not isinstance(text, str) or page_title(text) is None else page_title(text)
+    if not said and isinstance(text, (dict, list)):
+        said = json.dumps(text, ensure_ascii=False)
+    shape = json.dumps(text, ensure_ascii=False) if not isinstance(text, str) else text
+    if status in (0, 400, 413, 422, 500) and OVERFLOW.search(said + shape[:2000]):
+        return overflow(said, shape)
+    if status == 0 and not said:
+        said = "the server reported an error and gave no reason"
+    kind, advice, again = "server", "", "stream" if status == 0 else ""
+    for statuses, pattern, its_kind, its_advice, its_again in HINTS:
+        if (status in statuses or not statuses) and re.search(pattern, said):
+            kind, advice, again = its_kind, its_advice, its_again
+            break
+    if status == 0 and again == "busy":
+        again = "stream"
+    if status in (400, 422) and not again:
+        again = next((f"field:{name}" for name, look in backend.optional_looks() if re.search(look, said)), "")
+    advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url, host=urlsplit(url).netloc)
+    code = f"HTTP {status}" if status else ""
+    return MMError(kind, backend.redact(compose(said, code, advice)), again, wait if wait is not None else 1.0)
+
+
+def compose(said, code, advice, limit=500):
+    """'what was said (HTTP 404): what to do', cut in what was said, so that the advice survives."""
+    tail = (f" ({code})" if code and said else code) + (f": {advice}" if advice else "")
+    return one_line(said, limit - len(tail) - 1).rstrip(".: ") + tail
+
+
+def overflow(said, shape):
+    """The two numbers of a context overflow, wherever the server put them."""
+    def number(pattern, key):
+        in_json = re.search(rf'"{key}"\s*:\s*(\d+)', shape)
+        found = in_json or pattern.search(said)
+        return next((int(group) for group in found.groups() if group), 0) if found else 0
+    prompt, window = number(OVERFLOW_PROMPT, "n_prompt_tokens"), number(OVERFLOW_WINDOW, "n_ctx")
+    if prompt and window:
+        return MMError("overflow", f"the prompt has {prompt:,} tokens and the context holds {window:,}: "
+                                   "ask for less, or start the server with a larger context")
+    return MMError("overflow", compose(said, "", "ask for less, or start the server with a larger context"))
+
+
+def causes(error):
+    """An exception and what it was raised from, outermost first: requests wraps urllib3 wraps http.client wraps OSError."""
+    seen, waiting = [], [error]
+    while waiting and len(seen) < 20:
+        error = waiting.pop(0)
+        if isinstance(error, BaseException) and error not in seen:
+            seen.append(error)
+            waiting += [*error.args[:2], getattr(error, "reason", None), error.__cause__, error.__context__]
+    return seen
+
+
+def explain_exception(error, backend, proxy, answered):
+    """MMError for an exception of requests, urllib3, http.client or a socket.
+
+    proxy: the proxy's URL if one was used; answered: whether the response had begun.
+    """
+    import socket
+    import ssl
+    chain = causes(error)
+    host = urlsplit(backend.url).hostname
+    undialled = next((e for e in chain if isinstance(e, Undialled)), None)
+    reason = one_line(next((e for e in reversed(chain) if isinstance(e, OSError) and e.strerror), chain[-1]), 200)
+    if answered:
+        return MMError("interrupted", "the connection was cut", "stream")
+    if proxy and (undialled or any(type(e).__name__ == "ProxyError" for e in chain)):
+        return MMError("unreachable", f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
+                                      f"set NO_PROXY={host} to go round it")
+    if any(isinstance(e, ssl.SSLError) for e in chain) or any(type(e).__name__ == "SSLError" for e in chain):
+        wrong = "is it plain http?" if "WRONG_VERSION" in repr(chain) or "RECORD_LAYER" in repr(chain) else "check its certificate"
+        return MMError("unreachable", compose(f"no TLS connection to {host}: {reason}", "", wrong))
+    if undialled and any(isinstance(e, socket.gaierror) for e in chain):
+        return MMError("unreachable", f"no host named {host} is known: check the URL{backend.container_advice()}")
+    if undialled:
+        return MMError("unreachable", compose(f"nothing answers at {show_url(backend.url)} ({undialled})", "", backend.start_advice()))
+    if type(error).__module__.startswith("requests") and type(error).__name__.startswith(("Invalid", "Missing")):
+        return MMError("config", backend.redact(one_line(error)))
+    if any(type(e).__name__ in ("BadStatusLine", "LineTooLong", "UnknownProtocol") for e in chain) and "Remote end" not in repr(chain):
+        return MMError("protocol", f"what answers at {show_url(backend.url)} does not speak HTTP: check the URL's port", "stream")
+    return MMError("interrupted", "the connection was cut before the server answered", "stream")
+
+
+class Undialled(OSError):
+    """No connection could be made; says which addresses were tried, as `localhost` can be two of them."""
+
+
+def show_url(url):
+    """A URL as it may be shown: without a user, password or query, which can hold keys."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+# ======================================================================================================================
+# 3. Providers
+#
+# A server is an entry of PROVIDERS: data, no code. It is resolved once into a Backend (URL after overrides, key, model).
+# The probe only ever advises: a server may be started after mm. Line is how a server is reached: one connection per call,
+# which any thread can cut at any moment. requests offers no such thing (closing a response blocks until its next byte,
+# closing a session before the headers does nothing), so Line keeps a second handle on the socket and shuts that.
+# ======================================================================================================================
+
+USAGE = {"stream_options": {"include_usage": True}}
+LLAMA_FIELDS = {**USAGE, "return_progress": True}
+EFFORT = {"on": {"reasoning_effort": "medium"}, "off": {"reasoning_effort": "none"}}
+TEMPLATE_SWITCH = {"on": {"chat_template_kwargs": {"enable_thinking": True}},
+                   "off": {"chat_template_kwargs": {"enable_thinking": False}}}
+BOTH_SWITCHES = {  # Qwen's templates read enable_thinking, DeepSeek's and Granite's read thinking
+    "on": {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
+    "off": {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}}
+
+PROVIDERS = {
+    # url, fallback: base URLs.  apiKeyEnv: the variable that holds the key.  local: runs on the user's own machines.
+    # start, get: how the server is started, how a model is got.  fields: optional request fields it takes.
+    # thinking: how it is told to think or not.  window: where it says what context it serves (WIRE 0.1): a path from
+    # the base URL, or from the server's root after "/", then keys; [] picks the entry of the model that is used.
+    "dmr": {
+        "url": "http://localhost:12434/engines/v1",
+        "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "start": "docker desktop enable model-runner --tcp 12434", "get": "docker model pull {model}",
+        "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
+    },
+    "llamacpp": {
+        "url": "http://localhost:8080/v1", "fallback": ["http://host.docker.internal:8080/v1"],
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "start": "llama-server -m MODEL.gguf --port 8080", "get": "it has the models that --models lists",
+        "window": [("models", "data.[].meta.n_ctx"),
+                   ("/props?model={model}&autoload=false", "default_generation_settings.n_ctx")],
+    },
+    "ollama": {
+        "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT,
+        "start": "ollama serve", "get": "ollama pull {model}",
+        "window": [("/api/ps", "models.[].context_length")],
+    },
+    "vllm": {
+        "url": "http://localhost:8000/v1", "fallback": ["http://host.docker.internal:8000/v1"],
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": BOTH_SWITCHES,
+        "start": "vllm serve MODEL", "get": "it has the model it was started with (--models)",
+        "window": [("models", "data.[].max_model_len")],
+    },
+    "lmstudio": {
+        "url": "http://localhost:1234/v1", "fallback": ["http://host.docker.internal:1234/v1"],
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT,
+        "start": "lms server start", "get": "lms get {model}",
+        "window": [("/api/v1/models", "models.[].loaded_instances.0.config.context_length"),
+                   ("/api/v0/models", "data.[].loaded_context_length")],
+    },
+    "openai": {
+        "url": "https://api.openai.com/v1", "apiKeyEnv": "OPENAI_API_KEY", "fields": USAGE, "thinking": EFFORT,
+    },
+    "deepseek": {
+        "url": "https://api.deepseek.com/v1", "apiKeyEnv": "DEEPSEEK_API_KEY", "fields": USAGE,
+        "thinking": {"on": {"thinking": {"type": "enabled"}}, "off": {"thinking": {"type": "disabled"}}},
+    },
+    "openrouter": {
+        "url": "https://openrouter.ai/api/v1", "apiKeyEnv": "OPENROUTER_API_KEY", "fields": USAGE,
+        "thinking": {"on": {"reasoning": {"enabled": True}}, "off": {"reasoning": {"enabled": False}}},
+        "window": [("models", "data.[].context_length")],
+    },
+}
+# A server that only a URL is known of: nothing optional is sent, so that the strictest one takes the request.
+PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
+         "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
+NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "window": [], "start": "", "get": "", "model": "",
+            "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
+
+CONNECT_SECONDS = 10.0
+PROBE_SECONDS = 2.0
+
+
+class Line:
+    """The connection of one HTTP exchange; hang_up() ends it from any thread, at any moment from the first SYN on."""
+
+    def __init__(self):
+        self.handles, self.hung_up = [], False
+
+    def dial(self, host, port):
+        """-> a connected socket; raises Undialled with every address that was tried, or socket.gaierror inside it."""
+        import socket
+        tried = []
+        try:
+            addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
+        except OSError as error:
+            raise Undialled(str(error)) from error
+        if host == "localhost":  # ::1 may come first, yet local servers listen on 127.0.0.1 unless told otherwise
+            addresses.sort(key=lambda address: address[0] != socket.AF_INET)
+        for family, kind, protocol, _, address in addresses:
+            sock = socket.socket(family, kind, protocol)
+            try:
+                self.hold(sock)
+                sock.settimeout(CONNECT_SECONDS)
+                sock.connect(address)
+                sock.settimeout(None)  # silence is the watchdog's business
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+            except OSError as error:
+                sock.close()
+                tried.append(f"{address[0]}: {str(error.strerror or error).lower()}")
+        raise Undialled(", ".join(dict.fromkeys(tried)))
+
+    def hold(self, sock):
+        self.handles.append(sock.dup())  # outlives TLS, which takes the socket object away
+        if self.hung_up:
+            self.hang_up()
+            raise OSError("hung up")
+
+    def hang_up(self):
+        import socket
+        self.hung_up = True
+        while self.handles:
+            handle = self.handles.pop()
+            try:
+                handle.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # never connected, or already gone
+            handle.close()
+
+
+def open_session(line, url):
+    """A requests.Session whose connections are dialled by `line`, and the proxy it uses for `url` (or "").
+
+    Neither ~/.netrc nor the proxy variables are left to requests: netrc would replace the key, and a proxy would be asked
+    for loopback.
+    """
+    import requests  # 70 ms: not before it is needed
+    from requests.adapters import HTTPAdapter
+    from urllib3.connection import HTTPConnection, HTTPSConnection
+    from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+
+    class Dialled:
+        def _new_conn(self):
+            return line.dial(self.host, self.port)
+
+    class Plain(Dialled, HTTPConnection):
+        pass
+
+    class Secure(Dialled, HTTPSConnection):
+        pass
+
+    pools = {"http": type("Pool", (HTTPConnectionPool,), {"ConnectionCls": Plain}),
+             "https": type("Pool", (HTTPSConnectionPool,), {"ConnectionCls": Secure})}
+
+    class Adapter(HTTPAdapter):
+        def init_poolmanager(self, *args, **kwargs):
+            super().init_poolmanager(*args, **kwargs)
+            self.poolmanager.pool_classes_by_scheme = pools
+
+        def proxy_manager_for(self, proxy, **kwargs):
+            manager = super().proxy_manager_for(proxy, **kwargs)
+            if not proxy.lower().startswith("socks"):
+                manager.pool_classes_by_scheme = pools
+            return manager
+
+    session = requests.Session()
+    session.trust_env = False
+    session.mount("http://", Adapter())
+    session.mount("https://", Adapter())
+    session.verify = next((os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), True)
+    proxy = ""
+    if not is_near(urlsplit(url).hostname or ""):
+        session.proxies = requests.utils.get_environ_proxies(url)
+        proxy = requests.utils.select_proxy(url, session.proxies) or ""
+    return session, proxy
+
+
+def is_near(host):
+    """Loopback and Docker's own names: never through a proxy."""
+    return host == "localhost" or host.endswith((".localhost", ".docker.internal")) or host == "::1" or \
+        re.match(r"127\.\d+\.\d+\.\d+$", host) is not None
+
+
+def fetch(backend, path, found):
+    """GETs `path` below the base URL (below the server's root if it begins with "/") and calls found(status, JSON or None).
+
+    The status is 0 when nothing answered. Meant to be run in a thread: a name look-up can outlast any timeout.
+    """
+    line = Line()
+    try:
+        session, _ = open_session(line, backend.url)
+        with session, session.get(backend.endpoint(path), headers=backend.headers(), stream=True, allow_redirects=False,
+                                  timeout=PROBE_SECONDS) as response:
+            raw = response.raw.read(8 << 20, decode_content=True)
+            try:
+                found(response.status_code, json.loads(decoded(raw)))
+            except ValueError:
+                found(response.status_code, None)
+    except Exception:  # the probe only advises: whatever went wrong, nothing usable answered
+        found(0, None)
+    finally:
+        line.hang_up()
+
+
+def fetch_all(asked, good, seconds=PROBE_SECONDS):
+    """Fetches [(backend, path), …] side by side; -> (index, status, JSON) of the first in that order that is good, or None."""
+    import queue
+    import threading
+    box, answers, deadline = queue.SimpleQueue(), {}, time.monotonic() + seconds
+    for index, (backend, path) in enumerate(asked):
+        found = lambda status, data, index=index: box.put((index, status, data))  # noqa: E731
+        threading.Thread(target=fetch, args=(backend, path, found), daemon=True).start()
+
+    def first_good():  # in order, as long as none before it may still answer
+        for index in range(len(asked)):
+            if index not in answers or good(*answers[index]):
+                return index if index in answers else None
+
+    while len(answers) < len(asked) and first_good() is None:
+        try:
+            index, *answers[index] = box.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+    return next(((index, *answers[index]) for index in sorted(answers) if good(*answers[index])), None)
+
+
+def model_ids(status, data):
+    """The ids of a model list, most usable first, or None if it is no model list (Ollama without models says data: null)."""
+    if not isinstance(data, dict) or status != 200 or "data" not in data:
+        return None
+    entries = [entry for entry in data["data"] or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+
+    def rank(entry):  # a model that is loaded (llama.cpp's router tells), and one that chats
+        state = entry.get("status")
+        unloaded = isinstance(state, dict) and state.get("value") not in (None, "loaded", "sleeping")
+        return unloaded, "embed" in entry["id"].lower()
+    return [entry["id"] for entry in sorted(entries, key=rank)]
+
+
+def same_model(a, b):
+    """Whether two names mean one model to the servers that shorten them (Ollama, DMR): `:latest`, `ai/`, case."""
+    def plain(name):
+        name = name.lower().replace("hf.co/", "huggingface.co/", 1)
+        return re.sub(r"^ai/|:latest$", "", name)
+    return plain(a) == plain(b)
+
+
+class Backend:
+    """A server that is ready to be asked: url (a base URL), model, key, and its entry's keys as attributes."""
+
+    def __init__(self, name, entry, url="", model="", key=""):
+        self.name, self.model, self.key = name, model, key
+        self.entry = {**NO_ENTRY, **entry}
+        self.url, self.query = base_url(url or self.entry["url"])
+
+    def endpoint(self, path):
+        base = self.url
+        if path.startswith("/"):
+            base = re.sub(r"(/engines(/llama\.cpp)?)?/v1$", "", base)
+        path = path.replace("{model}", quoted(self.model)).lstrip("/")
+        return f"{base}/{path}" + (f"{'&' if '?' in path else '?'}{self.query}" if self.query else "")
+
+    def headers(self):
+        """Identity, since a compressed stream comes in lumps; a local server gets a dummy key, as some insist on one."""
+        headers = {"Accept-Encoding": "identity", "User-Agent": f"mm/{__version__}"}
+        if self.key or self.entry["local"]:
+            headers["Authorization"] = f"Bearer {self.key or 'none'}"
+        return headers
+
+    def optional_looks(self):
+        """(name, what a refusal of it looks like) of each optional request field."""
+        for name in [*self.entry["fields"], *self.entry["thinking"].get("off", {})]:
+            yield name, rf"\b{name}\b|does not support thinking" if name in self.entry["thinking"].get("off", {}) else rf"\b{name}\b"
+
+    def redact(self, text):
+        return text.replace(self.key, "***") if self.key else text
+
+    def key_advice(self):
+        variable = self.entry.get("apiKeyEnv") or "MM_API_KEY"
+        return f"the key came from ${variable}" if self.key else f"no key was sent: set ${variable}"
+
+    def get_advice(self):
+        return (self.entry["get"] or "mm --models lists what it has").format(model=self.model)
+
+    def start_advice(self):
+        start = self.entry["start"]
+        return (f"start it with `{start}`" if start else "is it running, and is the URL right?") + self.container_advice()
+
+    def container_advice(self):
+        host = urlsplit(self.url).hostname or ""
+        if in_container() and is_near(host) and not host.endswith(".docker.internal"):
+            return "; inside a container, localhost is the container: the host is host.docker.internal"
+        return ""
+
+
+def in_container():
+    return os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")
+
+
+def quoted(text):
+    from urllib.parse import quote
+    return quote(text, safe="")
+
+
+def base_url(text):
+    """-> (base URL, query) from whatever form of it a person has: no scheme, no /v1, slashes too many, a whole endpoint.
+
+    A path of its own is kept as it is. Raises MMError("config").
+    """
+    url = text.strip()
+    if "://" not in url:
+        host = re.split(r"[/:?]", url.lstrip("["))[0]
+        local = is_near(host) or "." not in host or re.match(r"[\d.]+$", host) or re.match(r"\[|[^/?]*:\d", url)
+        url = ("http://" if local else "https://") + url
+    try:
+        parts = urlsplit(url)
+        parts.port  # raises when it is no port
+    except ValueError as error:
+        raise MMError("config", f"the URL {one_line(text, 80)} is wrong: {error}") from None
+    if parts.scheme.lower() not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
+        raise MMError("config", f"{one_line(text, 80)} is not an http(s) URL")
+    path = re.sub(r"/+", "/", parts.path).rstrip("/")
+    path = re.sub(r"/(chat/completions|completions|models)$", "", path)
+    return urlunsplit((parts.scheme.lower(), parts.netloc, path or "/v1", "", "")), parts.query
+
+
+def provider_table(settings):
+    """PROVIDERS with the config's own entries and overrides. Raises MMError("config")."""
+    table = dict(PROVIDERS)
+    for name, own in settings["providers"].items():
+        like = own.get("like", name)
+        if like not in PROVIDERS and "like" in own:
+            raise MMError("config", f"{settings.source('providers')}.{name}.like: no provider is called {one_line(like, 40)}: "
+                                    + ", ".join(PROVIDERS))
+        base = dict(PROVIDERS.get(like, PLAIN))
+        if "url" in own:
+            base["fallback"] = []  # another machine's fallback is no fallback
+        table[name] = {**base, **own}
+        if not table[name]["url"]:
+            raise MMError("config", f"{settings.source('providers')}.{name}: wants a url, or `like: NAME`")
+    return table
+
+
+def resolve(settings, environ=os.environ, needs_model=True):
+    """-> (Backend, [notices]). Looks for local servers when none is named, and for a model on the server when none is.
+
+    Raises MMError: config, or what the search for a server or a model ended with.
+    """
+    table = provider_table(settings)
+    name, url, notices = settings["provider"].strip(), settings["url"].strip(), []
+    if name and name not in table:
+        raise MMError("config", f"{settings.source('provider')}: no provider is called {one_line(name, 40)}: {', '.join(table)}")
+    if not name and url:
+        port = urlsplit(base_url(url)[0]).port
+        name = next((n for n in PROVIDERS if port and port == urlsplit(PROVIDERS[n]["url"]).port), "")
+    if name or url:
+        entry = table[name] if name else PLAIN
+        backend = with_key(Backend(name or "server", entry, url), environ)
+        ids = None if url else answering(backend, notices)
+    else:
+        backend, ids = discover(table, environ, notices)
+    backend.model = settings["model"].strip() or backend.entry["model"]
+    if needs_model and not backend.model:
+        backend.model = first_model(backend, ids, notices)
+    return backend, notices
+
+
+def with_key(backend, environ):
+    variable = backend.entry.get("apiKeyEnv") or ""
+    backend.key = environ.get(variable, "").strip() if variable else ""
+    odd = next((place for place, char in enumerate(backend.key, 1) if not 33 <= ord(char) <= 126), 0)
+    if odd:
+        raise MMError("config", f"${variable}: character {odd} of the key is one that an HTTP header cannot carry: copy the key anew")
+    return backend
+
+
+def answering(backend, notices):
+    """Moves `backend` to its fallback URL if only that answers; -> its model ids if it was asked and told them."""
+    if not backend.entry["fallback"]:
+        return None
+    answered = lambda status, data: status > 0  # noqa: E731
+    found = fetch_all([(backend, "models")], answered)
+    if not found:
+        others = [Backend(backend.name, backend.entry, url, key=backend.key) for url in backend.entry["fallback"]]
+        found = fetch_all([(other, "models") for other in others], answered)
+        if found:
+            backend.url = others[found[0]].url
+            notices.append(f"using {backend.name} at {show_url(backend.url)}")
+    return model_ids(*found[1:]) if found else None
+
+
+def discover(table, environ, notices):
+    """The first local server, in table order, that answers with a model list; the hosts of containers come second."""
+    local = [(name, entry) for name, entry in table.items() if entry.get("local")]
+    near = [with_key(Backend(name, entry), environ) for name, entry in local]
+    far = [with_key(Backend(name, entry, url), environ) for name, entry in local for url in entry.get("fallback", [])]
+    found = fetch_all([(backend, "models") for backend in near + far], lambda status, data: bool(model_ids(status, data)))
+    if not found:
+        ports = ", ".join(f"{b.name} :{urlsplit(b.url).port}" for b in near)
+        hint = "in a container, start one on the host" if in_container() else "start one, such as `llama-server -m MODEL.gguf`"
+        raise MMError("unreachable", f"no model server answers here ({ports}): {hint}, or name one with --url or -p; mm --demo needs none")
+    backend = (near + far)[found[0]]
+    notices.append(f"using {backend.name} at {show_url(backend.url)}")
+    return backend, model_ids(*found[1:])
+
+
+def first_model(backend, ids, notices):
+    if ids is None and (backend.entry["local"] or backend.name == "server"):
+        found = fetch_all([(backend, "models")], lambda status, data: status > 0)
+        status, data = found[1:] if found else (0, None)
+        ids = model_ids(status, data)
+        if ids is None:
+            raise no_models(backend, status)
+    if ids:
+        notices.append(f"using the model {ids[0]}")
+        return ids[0]
+    if ids == [] and backend.entry["local"]:
+        raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: " + backend.entry["get"].format(model="MODEL"))
+    raise MMError("config", f"no model is named: say -m MODEL (mm --models lists those of {backend.name})")
+
+
+def no_models(backend, status):
+    """MMError for a server that gave no model list but this HTTP status (0: nothing answered)."""
+    where = show_url(backend.endpoint("models"))
+    if not status:
+        return MMError("unreachable", compose(f"nothing answers at {show_url(backend.url)}", "", backend.start_advice()))
+    if status in (401, 403):
+        return MMError("auth", compose(f"{where} wants a key", f"HTTP {status}", backend.key_advice()))
+    return MMError("not_found", compose(f"{where} gives no model list", f"HTTP {status}", "is the URL right (most end in /v1)?"))
+
+
+def dig(data, path, model):
+    """The whole number at a dotted path in JSON, or 0. [] is the list's entry for `model`, or its only one."""
+    for key in path.split("."):
+        if key == "[]":
+            entries = [entry for entry in data or [] if isinstance(entry, dict)] if isinstance(data, list) else []
+            names = ("id", "model", "name", "key", "Model")
+            data = next((e for e in entries if any(same_model(str(e.get(n, "")), model) for n in names)),
+                        entries[0] if len(entries) == 1 else None)
+        elif isinstance(data, list):
+            data = data[int(key)] if key.isdigit() and int(key) < len(data) else None
+        else:
+            data = data.get(key) if isinstance(data, dict) else None
+    return data if isinstance(data, int) and data > 0 else 0
+
+
+def probe(backend):
+    """What a server says of itself: {"answers": HTTP status or 0, "models": [ids] or None, "window": tokens or 0}."""
+    found = fetch_all([(backend, "models")], lambda status, data: status > 0)
+    status, data = found[1:] if found else (0, None)
+    window = 0
+    for path, keys in backend.entry["window"] if status else []:
+        if path != "models":
+            found = fetch_all([(backend, path)], lambda status, data: status > 0)
+        window = dig(data if path == "models" else found and found[2], keys, backend.model)
+        if window:
+            break
+    return {"answers": status, "models": model_ids(status, data), "window": window}
+
+
+# ======================================================================================================================
+# 4. The wire
+#
+# A stream is bytes, split into lines, grouped into events, each a JSON chunk, each some deltas. Bytes are taken as they
+# arrive: requests' own iter_lines holds a token of an unchunked body back until 512 bytes have come. They are split at LF,
+# CRLF and CR only and decoded line by line as UTF-8: guessing Latin-1 turns the last byte of a check mark into a line end.
+# A stream is whole only with a finish_reason or [DONE]; a tidy close in the middle is a broken stream like any other.
+# ======================================================================================================================
+
+MAX_LINE = 16 << 20  # bytes; nothing an honest server sends in one line, one body or one call's arguments comes near
+
+
+def body_pieces(response):
+    """A response's body as it arrives, b"" never: at most 64 KiB a piece, after HTTP's chunking, before any decoding."""
+    read1 = getattr(getattr(response.raw, "_fp", None), "read1", None)  # http.client's, which waits for the first byte only
+    if read1 is None:
+        yield from response.raw.stream(1, decode_content=False)
+        return
+    while True:
+        piece = read1(1 << 16)
+        if not piece:
+            return
+        yield piece
+
+
+class Tap:
+    """Iterates over pieces of bytes and writes each unchanged to a file (--tap), when it comes.
+
+    A file that can no longer be written is said once through `notice`; the stream goes on.
+    """
+
+    def __init__(self, pieces, file=None, notice=None):
+        self.pieces, self.file, self.notice = pieces, file, notice
+
+    def __iter__(self):
+        for piece in self.pieces:
+            if self.file:
+                try:
+                    self.file.write(piece)
+                    self.file.flush()
+                except OSError as error:
+                    self.notice(f"--tap stops here: {error.strerror}")
+                    self.file = None
+            yield piece
+
+
+def unpacked(pieces):
+    """Undoes gzip where a body is gzip, whatever its headers say (mm asks for identity; some proxies compress all the same)."""
+    head, inflate, pieces = b"", None, iter(pieces)
+    for piece in pieces:
+        if inflate is None:
+            head, piece = b"", head + piece
+            if piece == b"\x1f":
+                head = piece
+                continue
+            if piece[:2] != b"\x1f\x8b":
+                yield piece
+                yield from pieces
+                return
+            import zlib
+            inflate = zlib.decompressobj(47)
+        try:
+            piece = inflate.decompress(piece)
+        except zlib.error:
+            raise MMError("protocol", "the server compressed the stream, and broke it: mm asks for no compression") from None
+        if piece:
+            yield piece
+    if head:
+        yield head
+
+
+def lines(pieces):
+    """Lines without their ends. A CR that ends a piece ends its line at once; if LF follows, that belongs to it."""
+    rest, size, after_cr = [], 0, False
+    for piece in pieces:
+        if after_cr and piece[:1] == b"\n":
+            piece = piece[1:]
+            after_cr = False
+            if not piece:
+                continue
+        after_cr = piece.endswith(b"\r")
+        found = piece.splitlines()  # of bytes: at LF, CRLF and CR, at nothing else
+        whole = piece.endswith((b"\n", b"\r"))
+        if rest:
+            found[0] = b"".join([*rest, found[0]]) if len(found) > 1 or whole else found[0]
+            if len(found) > 1 or whole:
+                rest, size = [], 0
+        if not whole:
+            rest.append(found.pop())
+            size += len(rest[-1])
+            if size > MAX_LINE:
+                raise MMError("protocol", f"the server sent a line of more than {MAX_LINE >> 20} MiB")
+        yield from found
+    if rest:
+        yield b"".join(rest)
+
+
+def events(lines):
+    """SSE events as (name, data lines, at_end). at_end: the stream ended inside the event, so that it may be torn.
+
+    A body that does not begin like SSE is given whole, with the name "body". https://html.spec.whatwg.org/#event-stream
+    """
+    name, data, size, first, stray = "", [], 0, True, b""
+    for line in lines:
+        if first:
+            line = line[3:] if line.startswith(b"\xef\xbb\xbf") else line
+            if not line.strip():
+                continue
+            first = False
+            if line.lstrip()[:1] in (b"{", b"[", b"<"):
+                yield "body", [whole_body(line, lines)], True
+                return
+        if not line:
+            if data or name:
+                yield name, data, False
+                stray = None
+            name, data, size = "", [], 0
+            continue
+        field, colon, value = line.partition(b":")
+        if value[:1] == b" ":
+            value = value[1:]
+        if field == b"data":
+            data.append(value)
+            size += len(value)
+            if size > MAX_LINE:
+                raise MMError("protocol", f"the server sent an event of more than {MAX_LINE >> 20} MiB")
+        elif field == b"event":
+            name = value.decode("utf-8", "replace").strip()
+        elif field == b"error":  # older llama.cpp: an error as a field of its own
+            yield "error", [value], False
+        elif field[:1] == b"{":  # a proxy's error, written into the stream as it is
+            yield name, [line], False
+        elif stray is not None and field not in (b"", b"id", b"retry") and len(stray) < 1000:
+            stray += line + b"\n"
+        # else: a comment (no name before the colon), or a field that says nothing of the answer
+    if data or name:
+        yield name, data, True
+    elif stray:
+        yield "body", [stray], True
+
+
+def whole_body(first, lines):
+    body, size = [first], len(first)
+    for line in lines:
+        body.append(line)
+        size += len(line)
+        if size > MAX_LINE:
+            raise MMError("protocol", f"the server sent a body of more than {MAX_LINE >> 20} MiB")
+    return b"\n".join(body)
+
+
+def deltas(pieces, backend, url):
+    """Deltas (kind, value) of a response body, each as soon as its bytes are there. Raises MMError.
+
+    reasoning, answer: text · call: a fragment {"index", "id", "name", "arguments"} of a tool call · progress: (processed,
+    total) prompt tokens beyond the cached ones · finish: finish_reason, or "" for a bare [DONE] · usage, timings: dict ·
+    model, id: text. After [DONE] it ends, without waiting for the connection to close.
+    """
+    whole, seen, halves = False, False, {}
+    for name, data, at_end in events(lines(unpacked(pieces))):
+        seen = True
+        if name == "body":
+            values = json_body(data[0], backend, url)
+        else:
+            values = json_values(name, data, at_end, backend, url)
+        for value in values:
+            if value is DONE:
+                yield "finish", ""
+                return
+            if not isinstance(value, dict):
+                continue  # a number, a list: someone's status report
+            choice = first_choice(value)
+            if is_error(name, value) or choice.get("error"):
+                raise explain(0, choice.get("error") or value, backend, url)
+            for kind, content in read_chunk(value, choice):
+                if kind in ("reasoning", "answer"):
+                    content = without_halves(content, kind, halves)
+                    if not content:
+                        continue
+                elif kind == "finish":
+                    whole = True
+                    if content in ("error", "abort"):
+                        raise MMError("server", f"the server gave the answer up (finish_reason {content})", "stream")
+                yield kind, content
+            whole = whole or "message" in choice  # all of an answer, from a server that does not stream
+    if not whole:
+        raise MMError("interrupted", "the stream ended before the answer was complete" if seen else
+                      "the server sent an empty answer and closed the connection", "stream")
+
+
+DONE = object()
+
+
+def json_values(name, data, at_end, backend, url):
+    """The JSON values of an event's data lines: joined, as SSE says, else one by one, as some gateways mean it."""
+    text = b"\n".join(data).strip()
+    if text == b"[DONE]":
+        return [DONE]
+    if not text or text[:1] == b":":
+        return []  # a gateway has wrapped another server's comment
+    try:
+        return [json.loads(text.decode("utf-8", "replace"))]
+    except (ValueError, RecursionError):
+        pass
+    if len(data) > 1:
+        return [value for line in data for value in json_values(name, [line], at_end, backend, url)]
+    if at_end:
+        return []  # torn; the stream is told as broken by its missing end
+    said = text.decode("utf-8", "replace")
+    if text[:1] in b"{[":
+        raise MMError("protocol", f"the server sent an event that is not JSON: {one_line(said, 120)}", "stream")
+    if name in ("", "message", "error"):
+        raise explain(0, said, backend, url)
+    return []
+
+
+def json_body(body, backend, url):
+    """The JSON values of a body that is no event stream: a server that ignores `stream`, an error with status 200, a page."""
+    text = decoded(body)
+    decoder, values, place = json.JSONDecoder(), [], 0
+    while True:
+        place = re.compile(r"\s*(data:\s*\[DONE\])?\s*").match(text, place).end()
+        if place == len(text):
+            return values
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            break
+        values.append(value)
+    if values or text[:1] in "{[" and page_title(text) is None:
+        return values  # torn, which the missing end tells
+    if page_title(text) is not None:
+        raise web_page(page_title(text), url)
+    raise MMError("protocol", f"{url} answered with something that is no event stream: {one_line(text, 120)}")
+
+
+def is_error(name, value):
+    """Whether a JSON value is an error, in any of the forms that servers give it (WIRE 8.2)."""
+    return bool(name == "error" or value.get("error") or value.get("type") == "error" or value.get("object") == "error"
+                or not value.get("choices") and "message" in value and isinstance(value.get("code"), int))
+
+
+def first_choice(chunk):
+    choices = chunk.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def read_chunk(chunk, choice):
+    """The deltas of one chat.completion(.chunk) or text_completion and its choice. null means absent, everywhere."""
+    progress = chunk.get("prompt_progress")
+    if isinstance(progress, dict) and all(isinstance(progress.get(key, 0), int) for key in ("processed", "total", "cache")):
+        cached = progress.get("cache", 0)
+        yield "progress", (progress.get("processed", 0) - cached, progress.get("total", 0) - cached)
+    if choice.get("index") in (None, 0):
+        delta = choice.get("delta") or choice.get("message") or choice
+        if isinstance(delta, dict):
+            yield from read_delta(delta)
+    for key in ("model", "id"):
+        if isinstance(chunk.get(key), str):
+            yield key, chunk[key]
+    finish = choice.get("finish_reason")
+    for key in ("usage", "timings"):
+        if isinstance(chunk.get(key), dict):
+            yield key, chunk[key]
+    if isinstance(finish, str) and finish:
+        yield "finish", finish
+
+
+def read_delta(delta):
+    content, thought = text_parts(delta.get("content") or delta.get("text") or delta.get("refusal"))
+    for key in ("reasoning_content", "reasoning", "reasoning_details", "thinking"):  # the same text twice, on some servers
+        reasoning = "".join(text_parts(delta.get(key)))
+        if reasoning:
+            break
+    reasoning = reasoning or thought
+    if reasoning:
+        yield "reasoning", reasoning
+    if content and (content != reasoning or content.isspace()):  # some gateways copy the thinking into content
+        yield "answer", content
+    calls = delta.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        if isinstance(call, dict):
+            function = call.get("function") if isinstance(call.get("function"), dict) else {}
+            arguments = function.get("arguments")
+            yield "call", {
+                "index": call["index"] if isinstance(call.get("index"), int) else None,
+                "id": call["id"] if isinstance(call.get("id"), str) else "",
+                "name": function["name"] if isinstance(function.get("name"), str) else "",
+                "arguments": arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)}
+
+
+def text_parts(value):
+    """(text, thinking) of content that is text, a part, or a list of typed parts; unknown parts are skipped."""
+    if isinstance(value, str):
+        return value, ""
+    if isinstance(value, list):
+        pairs = [text_parts(part) for part in value]
+        return "".join(text for text, _ in pairs), "".join(thought for _, thought in pairs)
+    if not isinstance(value, dict):
+        return "", ""
+    for key in ("thinking", "reasoning"):
+        if key in value:
+            return "", "".join(text_parts(value[key]))
+    return text_parts(value.get("text") or value.get("summary") or value.get("content"))
+
+
+def without_halves(text, kind, halves):
+    """`text` without lone surrogates. One that ends a delta waits in `halves` for the other half in the next."""
+    text = halves.pop(kind, "") + text
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        if "\ud800" <= text[-1] <= "\udbff":
+            halves[kind], text = text[-1], text[:-1]
+        return clean(text)
+
+
+def clean(text):
+    """`text` with surrogate pairs joined and lone surrogates replaced, so that it can be encoded."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+class Calls:
+    """Puts the fragments of tool calls together.
+
+    Servers give all parallel calls index 0, count the index up within a call, leave ids out, repeat them, or repeat the
+    name; so a fragment opens a new call only if it says something that the call it would continue cannot be (WIRE 8.6).
+    """
+
+    def __init__(self):
+        self.calls, self.by_index, self.size = [], {}, 0
+
+    def add(self, fragment):
+        call = self.continued(fragment)
+        if call is None:
+            call = {"id": fragment["id"], "name": "", "arguments": []}
+            self.calls.append(call)
+        if fragment["index"] is not None:
+            self.by_index[fragment["index"]] = call
+        call["id"] = call["id"] or fragment["id"]
+        call["name"] = call["name"] or fragment["name"]
+        if fragment["arguments"]:
+            call["arguments"].append(fragment["arguments"])
+            self.size += len(fragment["arguments"])
+            if self.size > MAX_LINE:
+                raise MMError("protocol", f"the arguments of a tool call passed {MAX_LINE >> 20} MiB")
+
+    def continued(self, fragment):
+        """The open call that a fragment belongs to, or None if it begins one."""
+        index, its_id, name = fragment["index"], fragment["id"], fragment["name"]
+        known = index in self.by_index
+        call = self.by_index[index] if known else self.calls[-1] if self.calls else None
+        if index is None and its_id:
+            call = next((c for c in self.calls if c["id"] == its_id), call)
+        if call is None or not (its_id or name):
+            return call
+        if its_id and call["id"] and its_id != call["id"]:
+            return None
+        complete = parse_arguments("".join(call["arguments"])) is not None and bool(call["arguments"])
+        if its_id and its_id == call["id"]:
+            return call if known or index is None or not complete else None
+        if name and call["name"] and (complete or name != call["name"]):
+            return None
+        return call if known or index is None or not call["name"] else None
+
+    def finished(self):
+        """[{"id", "name", "arguments" (a dict, or None if they are no complete JSON object), "raw"}, …], ids unique."""
+        done, ids = [], set()
+        for place, call in enumerate(self.calls):
+            raw = "".join(call["arguments"])
+            its_id = call["id"] if call["id"] and call["id"] not in ids else f"call{place:05d}"  # nine characters: Mistral insists
+            ids.add(its_id)
+            done.append({"id": clean(its_id), "name": clean(call["name"]), "arguments": parse_arguments(raw), "raw": clean(raw)})
+        return done
+
+
+def parse_arguments(raw):
+    """A call's arguments as a dict; {} for none at all; None if they are not one complete JSON object."""
+    if not raw.strip():
+        return {}
+    try:
+        value = json.loads(raw)
+        if isinstance(value, str):  # encoded twice
+            value = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else {} if value is None else None
+
+
+# ======================================================================================================================
+# 5. The watchdog
+#
+# The reader thread reads and parses; the main thread waits on a queue with a clock. A sign of life is a token (thinking,
+# answer, argument of a call) or prompt progress that moves. A ping or an empty delta is none: a server whose model died
+# goes on sending those. Clients that count the answer alone kill a model that thinks for minutes.
+# ======================================================================================================================
+
+TOKENS = ("reasoning", "answer", "call")
+GRACE_SECONDS = 1.0  # for usage and [DONE] after the finish_reason; some servers never send them nor close
+BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
+
+
+class ModelCall:
+    """One request and its stream.
+
+    post: called in the reader thread with this call's Line, returns an iterator of deltas or raises MMError.
+    watchdog, first_token: the longest silence between tokens and before the first one, in seconds; 0 is no limit.
+    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) when nothing more is there right now.
+    stop(), also from a signal handler, makes the iteration raise MMError("cancelled").
+    """
+
+    def __init__(self, post, watchdog, first_token):
+        import queue
+        self.post, self.limits = post, {"first": first_token, "next": watchdog, "last": GRACE_SECONDS}
+        self.box, self.empty = queue.SimpleQueue(), queue.Empty
+        self.line, self.stopped = Line(), False
+
+    def stop(self):
+        self.stopped = True
+        self.box.put(("waiting", 0.0))
+
+    def read(self):
+        """The reader thread: puts deltas into the box, then how it ended (None or an MMError)."""
+        ended = None
+        try:
+            for delta in self.post(self.line):
+                self.box.put(delta)
+                while self.box.qsize() > BACKLOG and not self.line.hung_up:
+                    time.sleep(0.005)
+        except MMError as error:
+            ended = error
+        except Exception as error:  # a fault of mm's own must not leave the main thread waiting
+            ended = MMError("protocol", f"mm could not read the stream: {type(error).__name__}: {one_line(error, 200)}")
+        self.box.put(("end", ended))
+
+    def __iter__(self):
+        import threading
+        thread = threading.Thread(target=self.read, daemon=True)
+        thread.start()
+        life, phase, progress = time.monotonic(), "first", None
+        try:
+            while True:
+                try:
+                    kind, value = self.box.get(timeout=self.patience(life, phase))
+                except self.empty:
+                    silent = time.monotonic() - life
+                    if self.limits[phase] and silent >= self.limits[phase]:
+                        if phase == "last":
+                            return
+                        raise stalled(silent, phase) from None
+                    yield "waiting", silent
+                    continue
+                if self.stopped:
+                    raise MMError("cancelled", "stopped")
+                if kind == "end":
+                    if value:
+                        raise value
+                    return
+                if kind in TOKENS:
+                    life, phase = time.monotonic(), "next"
+                elif kind == "progress" and value != progress:
+                    life, progress = time.monotonic(), value
+                elif kind == "finish":
+                    life, phase = time.monotonic(), "last"
+                yield kind, value
+                if self.box.empty():
+                    yield "waiting", 0.0
+        finally:
+            self.line.hang_up()
+            thread.join(0.5)  # at once, unless it looks up a name
+
+    def patience(self, life, phase):
+        """Seconds to wait for the next delta: to the limit, but no more than one, so that a status line can move."""
+        left = life + self.limits[phase] - time.monotonic() if self.limits[phase] else 1.0
+        return min(max(left, 0.001), 1.0)
+
+
+def stalled(silent, phase):
+    if phase == "first":
+        return MMError("stalled", f"nothing came for {silent:.0f} s: is the model still loading, or the prompt very long? "
+                                  "--first-token (firstTokenTimeout) sets the limit")
+    return MMError("stalled", f"the stream fell silent for {silent:.0f} s: --watchdog (watchdogTimeout) sets the limit")
+
+
+# ======================================================================================================================
+# 6. Requests
+#
+# The one place where a conversation becomes a request body, so that whatever broke before, what goes out is what a strict
+# template takes: one system message, roles that alternate, every call with its result, no empty or torn message, no lone
+# surrogates, no thinking. The bytes depend on the conversation alone, so a server's prompt cache holds from turn to turn.
+# ======================================================================================================================
+
+NO_RESULT = "This call was interrupted: there is no result."
+
+
+def to_messages(history, system):
+    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and mm's own labels."""
+    out = [{"role": "system", "content": system}] if system.strip() else []
+    waiting = []  # ids of calls that have no result yet
+    for message in history:
+        role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or []
+        if role == "tool":
+            if message["tool_call_id"] in waiting:  # a result without its call would be refused
+                waiting.remove(message["tool_call_id"])
+                out.append({"role": "tool", "tool_call_id": message["tool_call_id"], "content": content})
+            continue
+        out += [{"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting]
+        waiting = [call["id"] for call in calls]
+        if not content.strip() and not calls:
+            continue
+        last = out[-1] if out else {}
+        if last.get("role") == role and not calls and "tool_calls" not in last:
+            out[-1] = {"role": role, "content": f"{last['content']}\n\n{content}"}
+        else:
+            out.append({"role": role, "content": content, **({"tool_calls": [sent_call(call) for call in calls]} if calls else {})})
+    return out + [{"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting]
+
+
+def sent_call(call):
+    arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
+    return {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def merged(base, extra):
+    """`base` with `extra` laid over it, map by map."""
+    out = dict(base)
+    for key, value in extra.items():
+        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def serialised(body):
+    return json.dumps(cleaned(body), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def cleaned(value):
+    """JSON data without lone surrogates."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [cleaned(item) for item in value]
+    return {cleaned(k): cleaned(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+# ======================================================================================================================
+# 7. Protocols
+#
+# A protocol is where a request is posted, what is in it, and how its stream is read. One type per wire protocol, none per
+# vendor: what vendors differ in is data in section 3.
+# ======================================================================================================================
+
+class ChatCompletions:
+    """POST /chat/completions, streamed."""
+
+    path = "chat/completions"
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def body(self, history, system, sampling, think, refused):
+        """The request body as a dict. think: True, False or None (as the server likes); refused: optional fields left out."""
+        entry = self.backend.entry
+        body = {"model": self.backend.model, "messages": to_messages(history, system), "stream": True, **entry["fields"]}
+        if think is not None:
+            body = merged(body, entry["thinking"].get("on" if think else "off", {}))
+        body = merged({key: value for key, value in body.items() if key not in refused}, sampling)
+        if body["stream"] is not True:
+            body.pop("stream_options", None)  # vLLM refuses it then
+        return body
+
+    def stream(self, body, line, tap, notice):
+        """Posts bytes; -> an iterator of deltas. Raises MMError. tap: an open file or None; notice: told what went wrong there."""
+        from http.client import HTTPException
+        url, answered = self.backend.endpoint(self.path), False
+        session, proxy = open_session(line, url)
+        from urllib3.exceptions import HTTPError
+        try:
+            with session, self.post(session, url, body) as response:
+                if response.status_code >= 300:
+                    raise self.refusal(response, url, proxy)
+                answered = True
+                yield from deltas(Tap(body_pieces(response), tap, notice), self.backend, url)
+        except (OSError, HTTPException, HTTPError, ValueError) as error:
+            raise explain_exception(error, self.backend, proxy, answered) from error
+
+    def post(self, session, url, body, redirects=3):
+        """requests follows 301 and 302 with a GET, and to any host with the key: here only what keeps the POST and the host."""
+        headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
+        response = session.post(url, data=body, headers=headers, stream=True, allow_redirects=False)
+        target = moved_to(response, url)
+        if response.status_code in (307, 308) and redirects and same_place(url, target):
+            response.close()
+            return self.post(session, target, body, redirects - 1)
+        return response
+
+    def refusal(self, response, url, proxy):
+        if response.status_code < 400:
+            return MMError("not_found", f"{show_url(url)} has moved to {show_url(moved_to(response, url))}: use that as the URL")
+        try:
+            said = response.raw.read(1 << 16, decode_content=True)
+        except Exception:  # an error page that is itself broken: its status still tells
+            said = b""
+        error = explain(response.status_code, said, self.backend, show_url(url), retry_after(response.headers))
+        if proxy and response.status_code in (407, 502, 503, 504):
+            error.message = compose(error.message, "", f"it was asked through the proxy {show_url(proxy)}")
+        return error
+
+
+def moved_to(response, url):
+    from urllib.parse import urljoin
+    return urljoin(url, response.headers.get("Location") or "")
+
+
+def same_place(url, target):
+    a, b = urlsplit(url), urlsplit(target)
+    return a.hostname == b.hostname and (a.port == b.port and a.scheme == b.scheme or b.scheme == "https" and not b.port)
+
+
+def retry_after(headers):
+    """Seconds to wait, from a Retry-After of seconds or of a date (RFC 9110, 10.2.3), or None."""
+    value = headers.get("Retry-After", "").strip()
+    if value.isdigit():
+        return float(value[:6])
+    from email.utils import parsedate_to_datetime
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, IndexError):
+        return None
+
+
+# ======================================================================================================================
+# 8. Tools
+#
+# What a model may call. mm has no tools yet: a call is refused, and the model is told, so that the turn can go on.
+# ======================================================================================================================
+
+def run_call(call):
+    """-> (ok, output) of a finished call; whatever goes wrong is output for the model, never an exception."""
+    if call["arguments"] is None:
+        return False, f"The arguments were not a complete JSON object, so nothing was run: {one_line(call['raw'], 200)}"
+    return False, f"There is no tool called {one_line(call['name'], 80)!r}."
+
+
+# ======================================================================================================================
+# 9. The conversation
+#
+# A turn is: call the model, do what it asks, call again, until it answers. Everything a turn does is told as events (plain
+# dicts, the lines of --json), which every view reads alike. Whatever breaks a turn, the history keeps the question, the
+# results of tools and the answer so far, so that the next question goes on from there. Thinking never enters it.
+# ======================================================================================================================
+
+EVENTS = {  # the lines of --json: type -> its fields, in this order
+    "reasoning": ("text",), "answer": ("text",),
+    "progress": ("processed", "total"),                     # prompt tokens beyond the cached ones
+    "tool_call": ("id", "name", "arguments"),               # complete, about to be run or refused
+    "tool_result": ("id", "name", "ok", "output"),
+    "retry": ("reason",), "notice": ("message",),
+    "error": ("kind", "message"),
+    "done": ("finish_reason", "provider", "model", "session", "usage", "timings", "seconds"),
+}
+LONGEST_WAIT = 60.0  # seconds a Retry-After may ask for
+
+
+class Reply:
+    """What one model call has brought so far, and when."""
+
+    def __init__(self):
+        self.answer = io.StringIO()
+        self.calls = Calls()
+        self.finish, self.usage, self.timings = None, None, None
+        self.model, self.id = "", ""  # as the server calls them
+        self.tokens = {"reasoning": 0, "answer": 0, "call": 0}
+        self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0}
+        self.started = self.last = time.monotonic()
+        self.first_token = None
+
+    def count(self, kind):
+        """Counts a delta as a token, which it is on every server that mm knows, and the time since the last one to its kind."""
+        now = time.monotonic()
+        if self.first_token is None:
+            self.first_token = now - self.started
+        else:
+            self.seconds[kind] += now - self.last
+        self.tokens[kind] += 1
+        self.last = now
+
+    def prompt_tokens(self):
+        return as_int((self.usage or {}).get("prompt_tokens")) or \
+            as_int((self.timings or {}).get("prompt_n")) + as_int((self.timings or {}).get("cache_n"))
+
+    def thinking_tokens(self):
+        details = (self.usage or {}).get("completion_tokens_details")
+        return as_int(details.get("reasoning_tokens") if isinstance(details, dict) else 0) or self.tokens["reasoning"]
+
+
+def as_int(value):
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def read_reply(incoming, reply):
+    """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's own `waiting`."""
+    for kind, value in incoming:
+        if kind == "reasoning":
+            reply.count(kind)
+            yield {"type": "reasoning", "text": value}
+        elif kind == "answer":
+            reply.count(kind)
+            reply.answer.write(value)
+            yield {"type": "answer", "text": value}
+        elif kind == "waiting":
+            yield {"type": "waiting", "seconds": value}
+        elif kind == "call":
+            reply.count(kind)
+            reply.calls.add(value)
+        elif kind == "progress":
+            yield {"type": "progress", "processed": value[0], "total": value[1]}
+        elif kind == "finish":
+            reply.finish = value if reply.finish in (None, "", "stop") and value else reply.finish or value
+        elif kind in ("usage", "timings", "model", "id"):
+            setattr(reply, kind, value)
+
+
+class Conversation:
+    """Questions to one backend and what became of them. ask() yields the events of a turn.
+
+    restartable: whether a view can mark a restart; False once the answer goes to a pipe, where it could not be taken back.
+    tap: an open file for the bytes of every stream, or None.
+    """
+
+    def __init__(self, backend, settings, tap=None, restartable=True):
+        self.backend, self.settings, self.tap, self.restartable = backend, settings, tap, restartable
+        self.protocol = ChatCompletions(backend)
+        self.system, self.think = settings["system"], settings["think"]
+        self.history = []      # {"role", "content", "tool_calls", "tool_call_id"}; "partial": True on an answer that broke off
+        self.refused = set()   # optional request fields that this server does not take
+        self.call = None       # the ModelCall that runs
+        self.stopped = False
+        self.begin()
+
+    def begin(self):
+        self.started, self.replies, self.partial = time.monotonic(), [], ""
+
+    def ask(self, question):
+        """One turn. Its last event is `done`; an `error` before it says what ended it early."""
+        self.begin()
+        self.stopped = False
+        self.history.append({"role": "user", "content": question})
+        try:
+            yield from self.steps()
+        except MMError as error:
+            yield {"type": "error", "kind": error.kind, "message": error.message}
+        finally:  # also when the turn is dropped in the middle
+            if self.partial:
+                self.history.append({"role": "assistant", "content": self.partial, "partial": True})
+        yield self.done()
+
+    def interrupt(self):
+        """Stops the turn that runs; safe in a signal handler. Raises KeyboardInterrupt where nothing can be stopped so."""
+        if self.stopped or not self.call:
+            raise KeyboardInterrupt
+        self.stopped = True
+        self.call.stop()
+
+    def steps(self):
+        """Model calls and tool calls in turn, until the model answers."""
+        step = 0
+        while not self.settings["maxSteps"] or step < self.settings["maxSteps"]:
+            step += 1
+            reply = yield from self.model_call()
+            calls = reply.calls.finished() if reply.finish != "length" else []
+            answer, self.partial = reply.answer.getvalue(), ""
+            if answer.strip() or calls:
+                self.history.append({"role": "assistant", "content": answer, **({"tool_calls": calls} if calls else {})})
+            if not calls:
+                yield from verdict(reply, answer)
+                return
+            for call in calls:
+                yield from self.tool_call(call)
+        raise MMError("steps", f"stopped after {step} model calls in one turn: --max-steps (maxSteps) sets the limit")
+
+    def tool_call(self, call):
+        if call["arguments"] is not None:
+            yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"]}
+        ok, output = run_call(call)
+        self.history.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+        yield {"type": "tool_result", "id": call["id"], "name": call["name"], "ok": ok, "output": output}
+
+    def model_call(self):
+        """One model call, made again where that can help: the same bytes, and no tool runs again. -> its whole Reply."""
+        tries, loading, started = 0, False, time.monotonic()
+        while True:
+            reply = Reply()
+            self.replies.append(reply)
+            try:
+                yield from self.read(reply)
+                return reply
+            except MMError as error:
+                if not self.may_try_again(error, reply, tries, time.monotonic() - started):
+                    raise
+                kind, _, field = error.again.partition(":")
+                if kind == "field":
+                    self.refused.add(field)
+                    if field not in self.backend.entry["fields"]:
+                        yield {"type": "notice", "message": f"the server refuses {field}: asked again without it"}
+                    continue
+                if not loading:
+                    yield {"type": "retry", "reason": error.message}
+                loading = kind == "loading"
+                tries += not loading
+                yield from self.pause(0.0 if kind == "stream" else error.wait)
+            finally:
+                self.partial = reply.answer.getvalue() or self.partial
+                self.call = None
+
+    def may_try_again(self, error, reply, tries, elapsed):
+        """Whether the call that ended in `error` is made once more (see MMError.again)."""
+        kind, _, field = error.again.partition(":")
+        if self.stopped or not kind or reply.finish is not None:
+            return False
+        if kind == "loading":
+            return not self.settings["firstTokenTimeout"] or elapsed < self.settings["firstTokenTimeout"]
+        if kind == "field":
+            return field not in self.refused
+        if kind == "busy" and error.wait > LONGEST_WAIT:
+            return False
+        return tries < self.settings["retries"] and (self.restartable or not reply.answer.getvalue())
+
+    def pause(self, seconds):
+        started = time.monotonic()
+        while time.monotonic() - started < seconds:
+            if self.stopped:
+                raise MMError("cancelled", "stopped")
+            yield {"type": "waiting", "seconds": time.monotonic() - started}
+            time.sleep(min(0.1, seconds))
+
+    def read(self, reply):
+        """One request and its stream, as events."""
+        sampling = merged(self.settings["sampling"], self.backend.entry["sampling"])
+        body = serialised(self.protocol.body(self.history, self.system, sampling, self.think, self.refused))
+        notices = []
+        self.call = ModelCall(lambda line: self.protocol.stream(body, line, self.tap, notices.append),
+                              self.settings["watchdogTimeout"], self.settings["firstTokenTimeout"])
+        for event in read_reply(self.call, reply):
+            yield event
+            while notices:
+                yield {"type": "notice", "message": notices.pop(0)}
+        hint = truncation_hint(body, reply)
+        if hint:
+            yield {"type": "notice", "message": hint}
+
+    def done(self):
+        return done_event(self.backend.name, self.backend.model, self.replies, self.started)
+
+
+def done_event(provider, model, replies, started):
+    last = replies[-1] if replies else Reply()
+    first = next((reply.first_token for reply in replies if reply.first_token is not None), None)
+
+    def spent(*kinds):
+        return rounded(sum(reply.seconds[kind] for reply in replies for kind in kinds))
+    return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model, "session": None,
+            "usage": last.usage, "timings": last.timings,
+            "seconds": {"first_token": rounded(first), "thinking": spent("reasoning"), "answer": spent("answer", "call"),
+                        "total": rounded(time.monotonic() - started)}}
+
+
+def rounded(seconds):
+    return None if seconds is None else round(seconds, 3)
+
+
+def verdict(reply, answer):
+    """Events that explain an ended answer. An empty one at the token limit is a notice of kind `empty`, else an error."""
+    tokens = reply.thinking_tokens()
+    if answer.strip():
+        if reply.finish == "length":
+            yield {"type": "notice", "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), or the context is full"}
+        elif reply.finish == "content_filter":
+            yield {"type": "notice", "message": "the answer is cut: the server's content filter ended it"}
+    elif reply.finish == "length" and reply.calls.calls:
+        yield {"type": "notice", "kind": "empty", "message": "a tool call was cut at the token limit, so it was not run: raise max_tokens"}
+    elif reply.finish == "length" and tokens:
+        yield {"type": "notice", "kind": "empty",
+               "message": f"the whole budget went into thinking ({tokens:,} tokens): raise max_tokens, or --no-think"}
+    elif reply.finish == "length":
+        yield {"type": "notice", "kind": "empty", "message": "no answer fits the token limit: raise max_tokens, or the context is full"}
+    elif tokens:
+        raise MMError("empty", f"the model thought ({tokens:,} tokens) and gave no answer: ask again, or --no-think")
+    else:
+        raise MMError("empty", "the model gave no answer, and no reason")
+
+
+def truncation_hint(body, reply):
+    """Ollama and others drop what does not fit and say nothing: told when the server counts far fewer tokens than were sent.
+
+    Eight characters that are no white space and no \\u escape make at least one token, in any text people send.
+    """
+    counted, sent = as_int((reply.usage or {}).get("prompt_tokens")), len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
+    if counted and sent > 8000 and counted < sent / 8:
+        return f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: it cuts what does not fit its context"
+    return ""
+
+
+# ======================================================================================================================
+# 11. Display
+#
+# Two views of the same events. Person writes the answer to one stream and everything else to another; each of the two
+# knows whether it is a terminal. On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and
+# as single characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text as it is.
+# Styles are switched off again with every piece, so that whatever ends mm leaves the terminal as it was.
+# ======================================================================================================================
+
+VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}  # ESC becomes ␛
+VISIBLE.update({13: None, 127: "␡", **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)}})
+THINKING, NOTICE, ERROR = "2;3", "2", "31"  # SGR codes: dim italic, dim, red
+
+
+class Pen:
+    """An output stream: what it can show, and whether its line is begun. Never raises for a character or, if `aside`, at all."""
+
+    def __init__(self, stream, aside=False):
+        self.stream, self.aside = stream, aside
+        self.terminal = stream.isatty()
+        dumb = os.environ.get("TERM", "") == "dumb"
+        self.moves = self.terminal and not dumb
+        self.styled = self.moves and not os.environ.get("NO_COLOR")
+        self.column = {"begun": False}  # shared by two pens on one screen
+        self.pending = []
+
+    def can_show(self, text):
+        try:
+            text.encode(self.stream.encoding or "ascii")
+            return True
+        except (UnicodeEncodeError, LookupError):
+            return False
+
+    def write(self, text, style=""):
+        if not text:
+            return
+        if self.terminal:
+            text = text.translate(VISIBLE)
+        self.column["begun"] = not text.endswith("\n")
+        self.pending.append(f"\x1b[{style}m{text}\x1b[0m" if style and self.styled else text)
+
+    def control(self, sequence):
+        self.pending.append(sequence)
+
+    def new_line(self):
+        if self.column["begun"]:
+            self.write("\n")
+
+    def say(self, text):
+        self.write(text)
+        self.flush()
+
+    def flush(self):
+        text, self.pending = "".join(self.pending), []
+        try:
+            if text:
+                self.stream.write(text)
+                self.stream.flush()
+        except (OSError, ValueError):
+            if not self.aside:
+                raise
+
+
+class Person:
+    """Shows a turn to a person: thinking, then the answer; a status line while nothing has come yet.
+
+    out gets the answer, side the rest; in the REPL they are one Pen. hide: do not show the thinking; quiet: no notices.
+    """
+
+    def __init__(self, out, side, hide=False, quiet=False, stats=False):
+        self.out, self.side, self.hide, self.quiet, self.stats = out, side, hide, quiet, stats
+        if out.terminal and side.terminal:
+            side.column = out.column
+        self.marks = ("💭 ", "🤖 ") if side.can_show("💭") else ("thinking: ", "answer: ")
+        self.status_shown = False
+        self.begin()
+
+    def begin(self):
+        self.block, self.held, self.progress, self.since, self.hidden = "", "", None, time.monotonic(), 0
+        self.timeline = []
+
+    def show(self, event):
+        getattr(self, "on_" + event["type"])(event)
+
+    def on_reasoning(self, event):
+        if self.hide:
+            self.hidden += 1
+        else:
+            self.flow("thinking", self.side, event["text"], THINKING)
+
+    def on_answer(self, event):
+        self.flow("answer", self.out, event["text"])
+
+    def flow(self, block, pen, text, style=""):
+        """Text of a block. On a terminal, a block begins and ends without blank lines: newlines wait for what follows."""
+        if self.block != block:
+            if pen.terminal:
+                text = text.lstrip("\n")
+            if not text:
+                return
+            self.open(block, pen)
+        if pen.terminal:
+            whole = self.held + text
+            text = whole.rstrip("\n")
+            self.held = whole[len(text):]
+        pen.write(text, style)
+
+    def open(self, block, pen):
+        self.close_block()
+        self.block = block
+        if pen.terminal:
+            pen.write(self.marks[block == "answer"])
+
+    def close_block(self):
+        """Ends what stands on the screen, so that the next thing begins a line. A pipe's answer stays as it is."""
+        self.wipe()
+        self.held = ""
+        if self.block == "thinking" or self.block and self.out.terminal:
+            (self.side if self.block == "thinking" else self.out).new_line()
+        self.block = ""
+        self.flush()
+
+    def flush(self):
+        self.out.flush()
+        if self.side is not self.out:
+            self.side.flush()
+
+    def on_waiting(self, event):
+        self.flush()
+        if self.block or self.quiet or not self.side.moves:
+            return
+        waited = time.monotonic() - self.since
+        if self.hidden:
+            self.status(f"thinking · {waited:.0f} s · {self.hidden:,} tokens")
+        elif self.progress is not None:
+            self.status(f"reading the prompt {self.progress} %")
+        elif waited >= 1:
+            self.status(f"waiting for the model · {waited:.0f} s")
+
+    def on_progress(self, event):
+        if event["total"] > 0 and not self.block:
+            self.progress = min(100, max(0, event["processed"] * 100 // event["total"]))
+
+    def status(self, text):
+        self.side.control(f"\r\x1b[K\x1b[2m{text}\x1b[0m" if self.side.styled else f"\r\x1b[K{text}")
+        self.status_shown = True
+        self.side.flush()
+
+    def wipe(self):
+        if self.status_shown:
+            self.side.control("\r\x1b[K")
+            self.side.flush()
+            self.status_shown = False
+
+    def say(self, text, style):
+        self.close_block()
+        for line in text.split("\n"):
+            self.side.write(f"mm: {line}\n", style)
+        self.side.flush()
+
+    def note(self, text):
+        """What a command of the REPL says."""
+        self.close_block()
+        self.out.write(text + "\n")
+        self.flush()
+
+    def on_notice(self, event):
+        if not self.quiet or "kind" in event:  # a notice that explains the exit status is no chatter
+            self.say(event["message"], NOTICE)
+
+    def on_retry(self, event):
+        if not self.quiet:
+            self.say(f"{event['reason']}; asking again", NOTICE)
+        self.close_block()
+
+    def on_error(self, event):
+        self.say(event["message"], ERROR)
+
+    def on_tool_call(self, event):
+        self.close_block()
+        self.side.write(f"{one_line(event['name'], 80)} {one_line(json.dumps(event['arguments'], ensure_ascii=False), 200)}\n", NOTICE)
+
+    def on_tool_result(self, event):
+        self.close_block()
+        self.side.write(f"  {one_line(event['output'], 200)}\n", NOTICE)
+        self.progress, self.since, self.hidden = None, time.monotonic(), 0
+
+    def on_done(self, event):
+        if not self.out.terminal:
+            self.out.new_line()
+        self.close_block()
+        if self.stats:
+            self.side.write(figures(event) + "\n", NOTICE)
+        self.flush()
+        self.begin()
+
+
+class Ndjson:
+    """Writes each event as one line of JSON."""
+
+    def __init__(self, out, hide=False):
+        self.out, self.hide = out, hide
+        self.ascii = "utf" not in (out.stream.encoding or "").lower()
+
+    def show(self, event):
+        if event["type"] in EVENTS and not (self.hide and event["type"] == "reasoning"):
+            self.out.pending.append(json.dumps(event, ensure_ascii=self.ascii) + "\n")
+        if event["type"] not in ("reasoning", "answer"):
+            self.flush()
+
+    def note(self, text):
+        self.show({"type": "notice", "message": text})
+
+    def begin(self):
+        """A new turn: nothing to forget."""
+
+    def flush(self):
+        self.out.flush()
+
+    def wipe(self):
+        """There is no status line."""
+
+
+def figures(done):
+    """A turn's figures in a line: times, tokens, how fast, and how much of the prompt came from the server's cache."""
+    usage, timings, seconds = done["usage"] or {}, done["timings"] or {}, done["seconds"]
+    parts = []
+    for mark, key in (("💭", "thinking"), ("🤖", "answer")):
+        if seconds[key]:
+            parts.append(f"{mark} {seconds[key]:.1f} s")
+    produced = as_int(usage.get("completion_tokens")) or as_int(timings.get("predicted_n"))
+    if produced:
+        spent = (seconds["thinking"] or 0) + (seconds["answer"] or 0)
+        parts.append(f"{produced:,} tok" + (f" · {produced / spent:.0f} tok/s" if spent > 0.05 else ""))
+    details = usage.get("prompt_tokens_details")
+    cached = as_int(details.get("cached_tokens")) if isinstance(details, dict) else as_int(timings.get("cache_n"))
+    prompt = as_int(usage.get("prompt_tokens")) or as_int(timings.get("prompt_n")) + as_int(timings.get("cache_n"))
+    if prompt:
+        parts.append(f"prompt {prompt:,} tok" + (f", {cached:,} from cache" if cached else ""))
+    if seconds["first_token"] is not None:
+        parts.append(f"first token after {seconds['first_token']:.1f} s")
+    return " · ".join([*parts, f"{seconds['total']:.1f} s in all"])
+
+
+def exit_code(event, before):
+    """What an event makes of the exit code so far."""
+    if event["type"] == "error":
+        return 130 if event["kind"] == "cancelled" else 2 if event["kind"] == "config" else 1
+    return 1 if event["type"] == "notice" and event.get("kind") == "empty" else before
+
+
+def run_turn(conversation, question, view):
+    """Asks and shows; Ctrl-C stops the turn, a second one whatever else hangs. -> exit code"""
+    import signal
+    code, turn = 0, conversation.ask(question)
+    before = signal.signal(signal.SIGINT, lambda *_: conversation.interrupt())
+    try:
+        for event in turn:
+            code = exit_code(event, code)
+            view.show(event)
+    except KeyboardInterrupt:
+        turn.close()
+        code = 130
+        for event in ({"type": "error", "kind": "cancelled", "message": "stopped"}, conversation.done()):
+            view.show(event)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code
+
+
+# ======================================================================================================================
+# 12. The REPL
+#
+# A prompt without colours (readline counts them as visible), questions of several lines, commands in a table. Ctrl-C stops
+# what runs and never ends mm; Ctrl-D does. The line editor of the kernel cuts a line at 4,095 bytes and says nothing, so mm
+# reads through readline where it can and says what was cut where it cannot.
+# ======================================================================================================================
+
+KERNEL_LINE = 4095
+
+
+class Repl:
+    """A conversation at the terminal, or with the lines of a pipe as its questions."""
+
+    def __init__(self, conversation, view, history_file):
+        self.conversation, self.view = conversation, view
+        self.terminal = sys.stdin.isatty()
+        self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
+        self.last = None  # the `done` of the last turn
+
+    def open_readline(self, path):
+        try:
+            import readline
+        except ImportError:
+            return None
+        readline.parse_and_bind("set enable-bracketed-paste on")
+        readline.set_history_length(1000)
+        self.history_file = path
+        try:
+            readline.read_history_file(path)
+        except (OSError, UnicodeError):
+            pass  # none yet, or not readable: it is a convenience
+        return readline
+
+    def save_lines(self):
+        if not self.readline:
+            return
+        try:
+            os.makedirs(os.path.dirname(self.history_file), mode=0o700, exist_ok=True)
+            self.readline.write_history_file(self.history_file)
+            os.chmod(self.history_file, 0o600)
+        except OSError:
+            pass  # a read-only home is no fault of the conversation
+
+    def run(self):
+        if self.terminal:
+            backend = self.conversation.backend
+            self.say(f"{backend.name} at {show_url(backend.url)}, {backend.model} · /help lists commands, Ctrl-D leaves")
+        try:
+            while self.one_question():
+                pass
+        finally:
+            self.save_lines()
+        return 0
+
+    def one_question(self):
+        """Reads and answers one; -> whether to go on."""
+        self.view.flush()
+        try:
+            text = self.read_question()
+        except EOFError:
+            if self.terminal:
+                self.say("")
+            return False
+        except KeyboardInterrupt:
+            self.say("\n(Ctrl-D or /bye leaves)")
+            return True
+        if re.match(r"/([a-z?]+)(\s[^\n]*)?$", text.strip()):
+            return self.command(*text.strip().partition(" ")[::2])
+        if text.strip():
+            self.ask(text.strip("\n"))
+        return True
+
+    def ask(self, text):
+        self.view.begin()
+        run_turn(self.conversation, text, self.view)
+        self.last = self.conversation.done()
+
+    def read_question(self):
+        """One question: a line; lines joined by a trailing backslash; a block between triple quotes; a paste."""
+        text = self.read_line("> ")
+        if text.lstrip().startswith('"""'):
+            text = text.lstrip()[3:]
+            while '"""' not in text:
+                text += "\n" + self.read_line(". ")
+            return text.replace('"""', "", 1).strip("\n")
+        while text.endswith("\\"):
+            text = text[:-1] + "\n" + self.read_line(". ")
+        return text
+
+    def read_line(self, prompt):
+        text = input(prompt if self.terminal else "")
+        if self.terminal and not self.readline and len(text.encode(errors="replace")) >= KERNEL_LINE:
+            self.say(f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: use -f FILE or a pipe for long text")
+        while self.terminal and not text.startswith("/") and self.more_is_waiting():
+            try:
+                text += "\n" + input("")
+            except EOFError:
+                break
+        return readable(text)
+
+    @staticmethod
+    def more_is_waiting():
+        """Whether the terminal already holds another line: a paste, where bracketed paste is not to be had."""
+        import select
+        return bool(select.select([sys.stdin], [], [], 0.02)[0])
+
+    def say(self, text):
+        self.view.note(text)
+
+    def command(self, name, rest):
+        rest = rest.strip()
+        if name in ("/bye", "/exit", "/quit"):
+            return False
+        method = COMMANDS.get(name, (None,))[0]
+        if method is None:
+            self.say(f"there is no command {name}: /help lists them (a question may begin with a space)")
+            return True
+        try:
+            getattr(self, method)(rest)
+        except MMError as error:
+            self.say(error.message)
+        except KeyboardInterrupt:
+            self.say("stopped")
+        return True
+
+    def help(self, rest):
+        width = max(len(f"{name} {words}") for name, (_, words, _) in COMMANDS.items())
+        for name, (_, words, what) in COMMANDS.items():
+            self.say(f"  {f'{name} {words}':{width}}  {what}")
+        self.say('  A line ending in \\ goes on in the next; """ begins and ends a block. Ctrl-C stops an answer.')
+
+    def clear(self, rest):
+        self.conversation.history.clear()
+        self.say("forgotten: the conversation begins anew")
+
+    def model(self, rest):
+        if rest:
+            self.conversation.backend.model = rest
+        self.say(f"model: {self.conversation.backend.model}")
+
+    def models(self, rest):
+        for name in list_models(self.conversation.backend):
+            self.say(("* " if same_model(name, self.conversation.backend.model) else "  ") + name)
+
+    def think(self, rest):
+        if rest in ("on", "off", "auto"):
+            self.conversation.think = {"on": True, "off": False, "auto": None}[rest]
+            for notice in think_notices(self.conversation):
+                self.say(notice)
+        state = {True: "on", False: "off", None: "auto (as the server likes)"}[self.conversation.think]
+        self.say(f"thinking: {state}" if rest in ("on", "off", "auto", "") else "say /think on, off or auto")
+
+    def show(self, rest):
+        if rest in ("on", "off"):
+            self.view.hide = rest == "off"
+        self.say(f"the thinking is {'hidden' if self.view.hide else 'shown'}" if rest in ("on", "off", "") else "say /show on or off")
+
+    def set_system(self, rest):
+        if rest:
+            self.conversation.system = "" if rest == "-" else rest
+        self.say(f"system: {self.conversation.system or '(none)'}")
+
+    def stats(self, rest):
+        self.say(figures(self.last) if self.last else "nothing was asked yet")
+
+
+COMMANDS = {  # name: (method of Repl, its words, what it does)
+    "/help": ("help", "", "this list"),
+    "/?": ("help", "", "the same"),
+    "/clear": ("clear", "", "forget the conversation"),
+    "/model": ("model", "[NAME]", "say or change the model"),
+    "/models": ("models", "", "list the server's models"),
+    "/think": ("think", "[on|off|auto]", "ask the server to think or not"),
+    "/show": ("show", "[on|off]", "show or hide the thinking"),
+    "/system": ("set_system", "[TEXT|-]", "say, set or (-) drop the system prompt"),
+    "/stats": ("stats", "", "figures of the last answer"),
+    "/bye": ("bye", "", "leave (also /exit, /quit, Ctrl-D)"),
+}
+
+
+def list_models(backend):
+    """The server's model ids, in its own order of use. Raises MMError where it tells none."""
+    told = probe(backend)
+    if told["models"] is None:
+        raise no_models(backend, told["answers"])
+    return told["models"]
+
+
+def think_notices(conversation):
+    """What a person should hear when thinking is switched for a server that mm has no words for."""
+    if conversation.think is not None and not conversation.backend.entry["thinking"]:
+        return ["mm does not know how this server is told to think or not: -p NAME says which it is, -o passes a field of its own"]
+    return []
+
+
+# ======================================================================================================================
+# 13. Demo and replay
+#
+# What mm looks like without a model: a scripted server on loopback, which is asked like any other and says what it is, and
+# a recorded stream (--tap FILE), which gives the same events again.
+# ======================================================================================================================
+
+DEMO_THOUGHTS = ("The question was: {question}\nI am no model, only a script inside mm, so I cannot know. "
+                 "But I can show how it looks when one thinks: this text comes in delta.reasoning_content, a token at a time, "
+                 "and each token tells mm that I am alive.")
+DEMO_ANSWER = ("This is a scripted answer, not a model's. It came in delta.content, after the thinking. "
+               "To ask a model, start a server (such as `llama-server -m MODEL.gguf`) and leave --demo out.")
+DEMO_PACE = 0.02  # seconds a token: about what a small model takes
+
+
+def demo_chunks(question):
+    """The chunks of the scripted stream, shaped like llama.cpp's (WIRE 1.5)."""
+    def chunk(delta, finish=None, **more):
+        return {"choices": [{"finish_reason": finish, "index": 0, "delta": delta}], "model": "scripted",
+                "object": "chat.completion.chunk", **more}
+    for processed in (0, 16, 32):
+        yield chunk({"role": "assistant", "content": None}, prompt_progress={"total": 32, "cache": 0, "processed": processed})
+    tokens = 0
+    for field, text in (("reasoning_content", DEMO_THOUGHTS.format(question=one_line(question, 200))), ("content", DEMO_ANSWER)):
+        for word in re.findall(r"\s*\S+", text):
+            tokens += 1
+            yield chunk({field: word})
+    yield chunk({}, "stop")
+    yield {"choices": [], "usage": {"prompt_tokens": 32, "completion_tokens": tokens, "total_tokens": 32 + tokens}}
+
+
+def start_demo():
+    """Starts the scripted server on a free loopback port; -> its base URL."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+        def do_GET(self):
+            body = b'{"object":"list","data":[{"id":"scripted","object":"model"}]}'
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            try:
+                for chunk in demo_chunks(request["messages"][-1]["content"]):
+                    self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+                    time.sleep(DEMO_PACE)
+                self.wfile.write(b"data: [DONE]\n\n")
+            except OSError:
+                pass  # the question was withdrawn
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_address[1]}/v1"
+
+
+def replay(path):
+    """The events of a recorded stream, or of several, one after another. Raises MMError("config") if it cannot be read."""
+    raw = read_bytes(path, "--replay")
+    streams = [raw] if raw[:2] == b"\x1f\x8b" else re.findall(rb"(?s).+?(?:data:[ ]?\[DONE\]\s*|\Z)", raw) or [b""]
+    backend, replies, started = Backend("replay", PLAIN, "http://replay"), [], time.monotonic()
+    for stream in streams:
+        reply = Reply()
+        replies.append(reply)
+        try:
+            yield from read_reply(deltas([stream], backend, path), reply)
+            calls = reply.calls.finished() if reply.finish != "length" else []
+            for call in calls:
+                if call["arguments"] is not None:
+                    yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"]}
+            if not calls:
+                yield from verdict(reply, reply.answer.getvalue())
+        except MMError as error:
+            yield {"type": "error", "kind": error.kind, "message": error.message}
+    yield done_event("replay", replies[-1].model, replies, started)
+
+
+# ======================================================================================================================
+# 14. The command line
+# ======================================================================================================================
+
+MOST_TEXT = 32 << 20  # bytes of a file or of piped text; beyond that it is a mistake (/dev/zero), not a question
+
+
+def parser():
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise MMError("config", f"{message} (mm --help)")
+
+    class Help(argparse.RawDescriptionHelpFormatter):
+        def __init__(self, prog):
+            super().__init__(prog, max_help_position=30, width=110)
+
+    p = Parser(prog="mm", usage="mm [options] [question ...]", allow_abbrev=False, formatter_class=Help,
+               description="Asks a language model a question and shows it think, live, before it answers.\n"
+                           "Piped text is added after the question; with no question and no pipe, a conversation begins.",
+               epilog=f"providers: {', '.join(PROVIDERS)}, or one from the config file\n"
+                      "exit codes: 0 answered, 1 the server or the stream failed or no answer came, 2 usage or configuration, 130 Ctrl-C")
+    add = p.add_argument
+    add("question", nargs="*", help=argparse.SUPPRESS)
+    add("-p", "--provider", metavar="NAME", help="which server (see below)")
+    add("-m", "--model", metavar="NAME", help="which model")
+    add("--url", metavar="URL", help="base URL of the server")
+    add("-s", "--system", metavar="TEXT", help="system prompt")
+    add("-f", "--file", metavar="PATH", action="append", default=[], help="add a text file to the question (repeatable)")
+    add("-i", "--interactive", action="store_true", help="a conversation, after the question if there is one")
+    add("-o", "--option", metavar="KEY=VALUE", action="append", default=[],
+        help="a field of the request, such as temperature=0 (repeatable; dots nest)")
+    add("--think", action="store_true", default=None, help="ask the server to think")
+    add("--no-think", dest="think", action="store_false", help="ask it not to")
+    add("-R", "--hide-thinking", action="store_true", help="do not show the thinking (it is read all the same)")
+    add("--json", action="store_true", help="events on stdout, one JSON object a line")
+    add("-q", "--quiet", action="store_true", help="no notices and no status line")
+    add("--stats", action="store_true", help="a line of figures after the answer")
+    add("--watchdog", metavar="S", dest="watchdogTimeout", help="longest silence between two tokens, in seconds (20; 0: no limit)")
+    add("--first-token", metavar="S", dest="firstTokenTimeout", help="longest wait for the first token, in seconds (120; 0: no limit)")
+    add("--retries", metavar="N", help="how often a broken stream is asked for again (1)")
+    add("--max-steps", metavar="N", dest="maxSteps", help=argparse.SUPPRESS)
+    add("--no-save", dest="save", action="store_false", default=None, help=argparse.SUPPRESS)
+    add("--tap", metavar="FILE", help="record the stream's bytes exactly as they come")
+    add("--replay", metavar="FILE", help="show a recorded stream; no server is asked")
+    add("--check", action="store_true", help="say what would be used and whether it answers")
+    add("--models", action="store_true", help="list the server's models")
+    add("--demo", action="store_true", help="answer from a script inside mm; no model is needed")
+    add("--config", metavar="FILE", default="", help="configuration file (config.example.yaml shows all keys)")
+    add("--version", action="version", version=f"mm {__version__}")
+    return p
+
+
+OPTIONS = {"provider": "--provider", "model": "--model", "url": "--url", "system": "--system", "think": "--think",
+           "watchdogTimeout": "--watchdog", "firstTokenTimeout": "--first-token", "retries": "--retries",
+           "maxSteps": "--max-steps", "save": "--no-save"}
+
+
+def readable(text):
+    """Text from the command line or a terminal with what is no text replaced: its bytes are UTF-8 more often than the locale says."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        return clean(text)
+
+
+def sampling_options(pairs):
+    """-o KEY=VALUE pairs as a dict; dots nest, VALUE is JSON if it parses. Raises MMError("config")."""
+    out = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or key in ("model", "messages", "tools"):
+            raise MMError("config", f"-o {one_line(pair, 60)}: wants KEY=VALUE, where KEY is not model, messages or tools")
+        field = json_or_text(value)
+        for part in reversed(key.split(".")):
+            field = {part: field}
+        out = merged(out, field)
+    return out
+
+
+def read_bytes(path, option):
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MOST_TEXT + 1)
+    except (OSError, ValueError) as error:
+        raise MMError("config", f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(raw) > MOST_TEXT:
+        raise MMError("config", f"{option} {path}: larger than {MOST_TEXT >> 20} MiB")
+    return raw
+
+
+def as_question(raw, name, notices):
+    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if it says so; what is neither is replaced, with a notice."""
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return raw.decode("utf-16", "replace")
+    text = raw.decode("utf-8-sig", "replace")
+    if "\0" in text or len(text.encode()) > len(raw):
+        notices.append(f"{name} is not all UTF-8 text: what could not be read became \ufffd")
+    return text.replace("\0", "\ufffd")
+
+
+def with_files(question, paths, notices):
+    """The question with each file below it, named and fenced."""
+    parts = [question] if question.strip() else []
+    for path in paths:
+        text = as_question(read_bytes(path, "-f"), path, notices)
+        fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
+        parts.append(f"{readable(path)}:\n{fence}\n{text.rstrip()}\n{fence}")
+    return "\n\n".join(parts)
+
+
+def piped_text(view, notices):
+    """What was piped into mm, or "" when stdin is a terminal, closed or empty."""
+    import select
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    try:
+        if not select.select([sys.stdin], [], [], 2.0)[0]:
+            view.show({"type": "notice", "message": "waiting for the end of standard input (`< /dev/null` if none is meant)"})
+        raw = sys.stdin.buffer.read(MOST_TEXT + 1)
+    except (OSError, ValueError):
+        return ""  # closed, or a folder
+    if len(raw) > MOST_TEXT:
+        raise MMError("config", f"standard input is larger than {MOST_TEXT >> 20} MiB")
+    return as_question(raw, "standard input", notices).rstrip("\n")
+
+
+def prepare_streams():
+    """Output never raises for a character. A locale that says ASCII mostly means that none is set, so UTF-8 is meant."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))
+            continue
+        import codecs
+        plain = codecs.lookup(stream.encoding).name == "ascii" and not os.environ.get("PYTHONIOENCODING")
+        stream.reconfigure(encoding="utf-8" if plain else None, errors="replace")
+    if sys.stdin is not None:
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def make_view(args):
+    out = Pen(sys.stdout)
+    if args.json:
+        return Ndjson(out, args.hide_thinking)
+    return Person(out, out if wants_repl(args) else Pen(sys.stderr, aside=True), args.hide_thinking, args.quiet, args.stats)
+
+
+def wants_repl(args):
+    asks = any(word.strip() for word in args.question) or args.file or args.replay or args.check or args.models
+    return args.interactive or not asks and sys.stdin is not None and sys.stdin.isatty()
+
+
+def check(backend, settings):
+    """--check: -> (lines, exit code)."""
+    told = probe(backend)
+    models, status = told["models"], told["answers"]
+    answers = f"yes, {len(models)} model{'s' * (len(models) != 1)}" if models is not None else f"no: {no_models(backend, status).message}"
+    model = backend.model or "(none named: -m MODEL)"
+    if models and backend.model and not any(same_model(name, backend.model) for name in models):
+        model += " (not in the server's list)"
+    rows = [("provider", backend.name), ("url", show_url(backend.url)), ("model", model),
+            ("key", backend.key_advice() if not backend.entry["local"] or backend.key else "none is needed"),
+            ("answers", answers), ("context", f"{told['window']:,} tokens" if told["window"] else "not told"),
+            ("config", settings.file or "none")]
+    return [f"{name:<9} {value}" for name, value in rows], 0 if models is not None else 1
+
+
+def settings_of(args):
+    given = {key: getattr(args, key) for key in OPTIONS}
+    return load_settings({key: (readable(value) if isinstance(value, str) else value, OPTIONS[key]) for key, value in given.items()
+                          if value is not None and (key == "system" or not isinstance(value, str) or value.strip())}, args.config)
+
+
+def run(args, view):
+    """Carries out a parsed command line; -> exit code. Raises MMError."""
+    if args.replay:
+        return show_all(replay(args.replay), view)
+    settings = settings_of(args)
+    view.hide = view.hide or not settings["showThinking"] and not args.json
+    question, notices = question_of(args, settings.notices, view)
+    if args.demo:
+        backend = Backend("demo", {"apiKeyEnv": ""}, start_demo(), "scripted")
+        notices.append("--demo: a script answers, not a model")
+    else:
+        backend, found = resolve(settings, needs_model=not args.check and not args.models)
+        notices += found
+    backend.entry["sampling"] = merged(backend.entry["sampling"], sampling_options(args.option))
+    if args.check or args.models:
+        rows, code = check(backend, settings) if args.check else (list_models(backend), 0)
+        view.out.write("".join(f"{row}\n" for row in rows))
+        view.flush()
+        return code
+    conversation = Conversation(backend, settings, open_tap(args.tap), restartable=args.json or sys.stdout.isatty())
+    show_all(({"type": "notice", "message": notice} for notice in notices + think_notices(conversation)), view)
+    code = run_turn(conversation, question, view) if question else 0
+    if wants_repl(args):
+        return Repl(conversation, view, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run()
+    return code
+
+
+def question_of(args, notices, view):
+    """-> (the question with files and piped text, notices). "" only where none is needed."""
+    notices = list(notices)
+    if args.check or args.models:
+        return "", notices
+    parts = [with_files(readable(" ".join(args.question)), args.file, notices)]
+    if not wants_repl(args):
+        parts.append(piped_text(view, notices))
+    question = "\n\n".join(filter(str.strip, parts))
+    if not question and not wants_repl(args):
+        raise MMError("config", "there is no question: mm \"your question\", or pipe one in (mm --help)")
+    return question, notices
+
+
+def open_tap(path):
+    if not path:
+        return None
+    try:
+        return open(path, "wb", buffering=0)
+    except (OSError, ValueError) as error:
+        raise MMError("config", f"--tap {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def show_all(turn, view):
+    code = 0
+    for event in turn:
+        code = exit_code(event, code)
+        view.show(event)
+    return code
+
+
+def main(argv=None):
+    """-> exit code. Whatever goes wrong becomes one line; a closed pipe ends mm quietly."""
+    import signal
+    prepare_streams()
+    view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        args = parser().parse_intermixed_args(argv)
+        view = make_view(args)
+        return run(args, view)
+    except MMError as error:
+        event = {"type": "error", "kind": error.kind, "message": error.message}
+        view.show(event)
+        return exit_code(event, 1)
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:  # of writing the output: whatever else can fail is told where it is done
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own last flush is quiet
+        if not isinstance(error, BrokenPipeError):
+            Pen(sys.stderr, aside=True).say(f"mm: the output cannot be written: {error.strerror or error}\n")
+        return 1
+    finally:
+        view.wipe()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
