@@ -1191,7 +1191,7 @@ def whole_body(first, lines):
     body, size = [first], len(first)
     for line in lines:
         body.append(line)
-        size += len(line)
+        size += len(line) + 1
         if size > MAX_LINE:
             raise MMError("protocol", f"the server sent a body of more than {MAX_LINE >> 20} MiB")
     return b"\n".join(body)
@@ -1292,7 +1292,7 @@ def json_body(body, backend, url):
 def is_error(name, value):
     """Whether a JSON value is an error, in any of the forms that servers give it (WIRE 8.2)."""
     return bool(name == "error" or value.get("error") or value.get("type") == "error" or value.get("object") == "error"
-                or not value.get("choices") and "message" in value and isinstance(value.get("code"), int))
+                or not value.get("choices") and ("detail" in value or "message" in value and isinstance(value.get("code"), int)))
 
 
 def first_choice(chunk):
@@ -1424,7 +1424,8 @@ class Calls:
         done, ids = [], set()
         for place, call in enumerate(self.calls):
             raw = "".join(call["arguments"])
-            its_id = call["id"] if call["id"] and call["id"] not in ids else f"call{place:05d}"  # nine characters: Mistral insists
+            made = (f"call{number:05d}" for number in range(place, 1 << 20))  # nine characters: Mistral insists
+            its_id = call["id"] if call["id"] and call["id"] not in ids else next(name for name in made if name not in ids)
             ids.add(its_id)
             done.append({"id": clean(its_id), "name": clean(call["name"]), "arguments": parse_arguments(raw), "raw": clean(raw)})
         return done
@@ -2055,7 +2056,7 @@ class Person:
         """Text of a block. On a terminal, a block begins and ends without blank lines: newlines wait for what follows."""
         if self.block != block:
             if pen.terminal:
-                text = text.lstrip("\n")
+                text = text.lstrip() if block == "thinking" else text.lstrip("\n")
             if not text:
                 return
             self.open(block, pen)
@@ -2121,7 +2122,7 @@ class Person:
     def note(self, text):
         """What a command of the REPL says."""
         self.close_block()
-        self.out.write(text + "\n")
+        self.side.write(text + "\n")
         self.flush()
 
     def on_notice(self, event):
@@ -2295,8 +2296,8 @@ class Repl:
         except KeyboardInterrupt:
             self.say("\n(Ctrl-D or /bye leaves)")
             return True
-        if re.match(r"/([a-z?]+)(\s[^\n]*)?$", text.strip()):
-            return self.command(*text.strip().partition(" ")[::2])
+        if re.match(r"/[a-z?]+(\s[^\n]*)?$", text.rstrip()):
+            return self.command(*text.rstrip().partition(" ")[::2])
         if text.strip():
             self.ask(text.strip("\n"))
         return True
@@ -2493,13 +2494,13 @@ def start_demo():
 def replay(path):
     """The events of a recorded stream, or of several, one after another. Raises MMError("config") if it cannot be read."""
     raw = read_bytes(path, "--replay")
-    streams = [raw] if raw[:2] == b"\x1f\x8b" else re.findall(rb"(?s).+?(?:data:[ ]?\[DONE\]\s*|\Z)", raw) or [b""]
+    streams = [raw] if raw[:2] == b"\x1f\x8b" else re.findall(rb"(?s).+?(?:data:[ ]?\[DONE\]\s*|\Z)", raw) or [raw]
     backend, replies, started = Backend("replay", PLAIN, "http://replay"), [], time.monotonic()
     for stream in streams:
         reply = Reply()
         replies.append(reply)
         try:
-            yield from read_reply(deltas([stream], backend, path), reply)
+            yield from read_reply(deltas(filter(None, [stream]), backend, path), reply)
             calls = reply.calls.finished() if reply.finish != "length" else []
             for call in calls:
                 if call["arguments"] is not None:
@@ -2657,7 +2658,8 @@ def make_view(args):
     out = Pen(sys.stdout)
     if args.json:
         return Ndjson(out, args.hide_thinking)
-    return Person(out, out if wants_repl(args) else Pen(sys.stderr, aside=True), args.hide_thinking, args.quiet, args.stats)
+    one_screen = wants_repl(args) and out.terminal
+    return Person(out, out if one_screen else Pen(sys.stderr, aside=True), args.hide_thinking, args.quiet, args.stats)
 
 
 def wants_repl(args):
@@ -2692,6 +2694,7 @@ def run(args, view):
         return show_all(replay(args.replay), view)
     settings = settings_of(args)
     view.hide = view.hide or not settings["showThinking"] and not args.json
+    sampling = sampling_options(args.option)
     question, notices = question_of(args, settings.notices, view)
     if args.demo:
         backend = Backend("demo", {"apiKeyEnv": ""}, start_demo(), "scripted")
@@ -2699,7 +2702,7 @@ def run(args, view):
     else:
         backend, found = resolve(settings, needs_model=not args.check and not args.models)
         notices += found
-    backend.entry["sampling"] = merged(backend.entry["sampling"], sampling_options(args.option))
+    backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
     if args.check or args.models:
         rows, code = check(backend, settings) if args.check else (list_models(backend), 0)
         view.out.write("".join(f"{row}\n" for row in rows))

@@ -1,0 +1,1948 @@
+"""Tests of mm, in the order of mm.py's sections: `python -m pytest test_mm.py`, or `make test`.
+
+What depends on bytes and time talks to Server, a scripted server on loopback; what depends on a terminal runs in Terminal,
+a pseudo-terminal; plain requests are answered by the `responses` library. Nothing here needs a model or a network.
+"""
+import gzip
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import responses
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+import mm  # noqa: E402
+
+PATIENCE = 10  # seconds until a test that waits for something gives up
+
+
+# ======================================================================================================================
+# Helpers: what a server says
+# ======================================================================================================================
+
+def sse(*values):
+    """Server-sent events, one for each value: bytes as they are, anything else as JSON."""
+    return b"".join(b"data: " + (v if isinstance(v, bytes) else json.dumps(v).encode()) + b"\n\n" for v in values)
+
+
+def chunk(content=None, reasoning=None, finish=None, **delta):
+    """The event of one chat.completion.chunk."""
+    delta.update({key: text for key, text in (("content", content), ("reasoning_content", reasoning)) if text is not None})
+    return sse({"model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+
+def call(**fields):
+    """The event of one fragment of a tool call: index, id, name, arguments, where they are given."""
+    function = {key: fields.pop(key) for key in ("name", "arguments") if key in fields}
+    return chunk(tool_calls=[{**fields, "function": function}])
+
+
+STOP, DONE = chunk(finish="stop"), sse(b"[DONE]")
+OK = chunk("ok") + STOP + DONE
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+def stream(*steps):
+    """The script of a body that ends when the connection does."""
+    return [HEAD + b"Connection: close\r\n\r\n", *steps]
+
+
+def chunked(*steps):
+    """The same, each piece in an HTTP chunk of its own, and ended properly."""
+    frames = [b"%x\r\n%s\r\n" % (len(step), step) if isinstance(step, bytes) else step for step in steps]
+    return [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *frames, b"0\r\n\r\n"]
+
+
+def reply(status, body=b"", **headers):
+    """A whole response; a dict or list goes out as JSON, Retry_After=1 as a header."""
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", "Connection: close"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return [("\r\n".join(lines) + "\r\n\r\n").encode() + body]
+
+
+class Server:
+    """A model server that plays a script for each POST, the last one again and again.
+
+    A script is a list of steps: bytes to send, seconds to pause, an Event to wait for, (bytes, seconds) to repeat until the
+    client leaves, "hang" (the same, silent), "reset". `posts` and `gets` are the requests in the order of their arrival.
+    """
+
+    def __init__(self, *scripts, models=("m",), host="127.0.0.1"):
+        self.scripts, self.posts, self.gets, self.left, self.news = scripts, [], [], 0, threading.Condition()
+        self.models = {"object": "list", "data": [{"id": name} for name in models]}
+        self.listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.port = self.listener.getsockname()[1]
+        self.root = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        self.url = self.root + "/v1"
+        threading.Thread(target=self.accept, name="server", daemon=True).start()
+
+    def accept(self):
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self.answer, args=(sock,), name="server", daemon=True).start()
+
+    def answer(self, sock):
+        with sock:
+            try:
+                script = self.take(sock)
+                for step in script:
+                    self.play(step, sock)
+            except OSError:  # the client went away
+                with self.news:
+                    self.left += 1
+                    self.news.notify_all()
+
+    def take(self, sock):
+        """Reads a request, and tells it; -> the script that answers it."""
+        with sock.makefile("rb") as file:
+            if not file.peek(1)[:1].isalpha():  # nothing, or the greeting of TLS
+                return reply(400)
+            words = file.readline().decode().split()
+            lines = iter(lambda: file.readline().decode("latin-1").strip(), "")
+            headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+            raw = file.read(int(headers.get("content-length", 0)))
+        request = SimpleNamespace(method=words[0], path=words[1], headers=headers, body=json.loads(raw or "null"))
+        with self.news:
+            seen = self.posts if words[0] == "POST" else self.gets
+            seen.append(request)
+            place = len(seen) - 1
+            self.news.notify_all()
+        if words[0] == "POST":
+            return self.scripts[min(place, len(self.scripts) - 1)]
+        return reply(200, self.models) if words[1].endswith("/models") else reply(404, {"error": "no such page"})
+
+    def play(self, step, sock):
+        if isinstance(step, bytes):
+            sock.sendall(step)
+        elif isinstance(step, float):
+            time.sleep(step)
+        elif step == "reset":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            ticking, pace = step if isinstance(step, tuple) else (b"", 0.01)
+            while not (isinstance(step, threading.Event) and step.is_set()):
+                if select.select([sock], [], [], pace)[0] and not sock.recv(1):
+                    raise OSError("the client went away")
+                sock.sendall(ticking)
+
+    def wait(self, condition):
+        with self.news:
+            assert self.news.wait_for(condition, PATIENCE), "the server waited in vain"
+
+    def arrived(self, number=1):
+        """The POST of that number, once it is there."""
+        self.wait(lambda: len(self.posts) >= number)
+        return self.posts[number - 1]
+
+    def gone(self, number=1):
+        """Waits until so many clients have gone away in the middle of a script."""
+        self.wait(lambda: self.left >= number)
+
+    def roles(self, number):
+        return [message["role"] for message in self.arrived(number).body["messages"]]
+
+    def close(self):
+        try:
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        except OSError:
+            pass  # not on macOS, not twice
+        self.listener.close()
+
+
+@pytest.fixture
+def serve():
+    servers = []
+    yield lambda *scripts, **options: servers.append(Server(*scripts, **options)) or servers[-1]
+    for server in servers:
+        server.close()
+
+
+# ======================================================================================================================
+# Helpers: mm as a process, in a terminal, and in this process
+# ======================================================================================================================
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory):
+    """A copy of mm.py, so that a config.yaml that lies beside the real one is not read."""
+    return shutil.copy(os.path.join(HERE, "mm.py"), str(tmp_path_factory.mktemp("program")))
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    for name in list(os.environ):
+        if re.search(r"(?i)_proxy$|^(MM|XDG|LC)_|_API_KEY$|NETRC|NO_COLOR|PYTHON(UTF8|IOENCODING)|CA_BUNDLE$", name):
+            monkeypatch.delenv(name)
+    for name, value in {"HOME": str(tmp_path), "LANG": "C.UTF-8", "TERM": "xterm", "PYTHONDONTWRITEBYTECODE": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def start_mm(program, tmp_path):
+    """Starts mm with its output in pipes. redirect: what a shell shall do to its streams."""
+    started = []
+
+    def start(*args, stdin=None, env=None, redirect=""):
+        started.append(subprocess.Popen(
+            ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, program, *args], env={**os.environ, **(env or {})},
+            cwd=tmp_path, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE))
+        return started[-1]
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run_mm(start_mm):
+    """Runs mm to its end; -> code, out (text), raw (its bytes), err, events (of --json)."""
+    def run(*args, stdin=None, **how):
+        process = start_mm(*args, stdin=stdin, **how)
+        raw, err = process.communicate(stdin.encode() if isinstance(stdin, str) else stdin, timeout=PATIENCE)
+        out, err = raw.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+        assert "Traceback" not in err and "Exception ignored" not in err, err
+        events = [json.loads(line) for line in out.splitlines()] if "--json" in args else []
+        return SimpleNamespace(code=process.returncode, out=out, raw=raw, err=err, events=events)
+    return run
+
+
+class Terminal:
+    """mm in a terminal of its own; `shown` is all that it wrote there."""
+
+    def __init__(self, command, env, cwd, redirect):
+        self.master, self.slave = os.openpty()
+        self.attributes = termios.tcgetattr(self.slave)
+        self.shown, self.read = "", 0
+        env = {**os.environ, **env, "TTY": os.ttyname(self.slave)}
+        self.process = subprocess.Popen(["sh", "-c", f'exec "$@" {redirect}', "sh", *command], env=env, cwd=cwd, start_new_session=True)
+
+    def take(self, seconds=0.05):
+        """Takes in what was written, waiting for it no longer than that; -> whether there was anything."""
+        there = select.select([self.master], [], [], seconds)[0]
+        self.shown += os.read(self.master, 1 << 16).decode("utf-8", "replace") if there else ""
+        return there
+
+    def expect(self, text):
+        """What was written up to `text`, which is waited for, since the last call."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.shown[self.read:]:
+            assert time.monotonic() < deadline, f"{text!r} did not appear after {self.shown[self.read:]!r}"
+            self.take()
+        start, self.read = self.read, self.shown.index(text, self.read) + len(text)
+        return self.shown[start:self.read]
+
+    def prompt(self):
+        self.expect("> ")
+        self.take(0.1)  # CPython's readline is deaf to a signal that comes in the moment after its prompt
+
+    def send(self, keys):
+        keys = keys if isinstance(keys, bytes) else keys.encode()
+        for place in range(0, len(keys), 512):
+            os.write(self.master, keys[place:place + 512])
+            self.take(0)
+
+    def code(self):
+        """The exit code, once mm has ended."""
+        deadline = time.monotonic() + PATIENCE
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"mm did not end: {self.shown!r}"
+            self.take()
+        while self.take(0):
+            pass
+        return self.process.returncode
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+        os.close(self.slave)
+
+
+@pytest.fixture
+def terminal(program, tmp_path):
+    terminals = []
+
+    def start(*args, env={}, redirect='<"$TTY" >"$TTY" 2>&1'):
+        terminals.append(Terminal([sys.executable, program, *args], env, tmp_path, redirect))
+        return terminals[-1]
+    yield start
+    for one in terminals:
+        one.close()
+
+
+def at(server):
+    return "--url", server.url, "-m", "m"
+
+
+def backend_of(provider="", url="http://127.0.0.1:1/v1", key="", model="m"):
+    return mm.Backend(provider or "server", mm.PROVIDERS.get(provider, mm.PLAIN), url, model, key)
+
+
+def settings_of(**values):
+    settings = mm.Settings()
+    settings.values.update(values)
+    return settings
+
+
+def talk(server, provider="", restartable=True, **values):
+    return mm.Conversation(backend_of(provider, server.url), settings_of(**values), restartable=restartable)
+
+
+def ask(conversation, question="hi"):
+    """The events of a turn, as --json would show them."""
+    return [event for event in conversation.ask(question) if event["type"] in mm.EVENTS]
+
+
+def text(events, kind="answer"):
+    return "".join(event["text"] for event in events if event["type"] == kind)
+
+
+def kinds(events):
+    return [event["type"] for event in events]
+
+
+def error(events):
+    """(kind, message) of the one error among the events, or None."""
+    errors = [(event["kind"], event["message"]) for event in events if event["type"] == "error"]
+    assert len(errors) < 2 and "\n" not in "".join(message for _, message in errors)
+    return errors[0] if errors else None
+
+
+def fault(function, *args, **kwargs):
+    """The MMError that a call raises."""
+    with pytest.raises(mm.MMError) as caught:
+        function(*args, **kwargs)
+    return caught.value
+
+
+# ======================================================================================================================
+# 1. Settings
+# ======================================================================================================================
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads a config file of these bytes; -> Settings."""
+    def load(content, options={}, environ={}):
+        (tmp_path / "box.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+        return mm.load_settings(options, str(tmp_path / "box.yaml"), environ)
+    return load
+
+
+@pytest.mark.parametrize("content, key, value", [
+    ("model: no", "model", "no"), ("model: 4.0", "model", "4.0"), ("model: 22:22", "model", "22:22"),
+    ("model: 2031-05-06", "model", "2031-05-06"), ("model: 'null'", "model", "null"), ("model:", "model", ""),
+    ("model: ~", "model", ""), ("system: off", "system", "off"), ("showThinking: off", "showThinking", False),
+    ("showThinking: Yes", "showThinking", True), ("watchdogTimeout: 5e-4", "watchdogTimeout", 0.0005),
+    ("watchdogTimeout:", "watchdogTimeout", 20.0), ("retries: '3'", "retries", 3), ("maxSteps: 7.0", "maxSteps", 7),
+    ("compactAt: 0", "compactAt", 0), ("tools: a, b", "tools", ["a", "b"]), ("tools: [a, b]", "tools", ["a", "b"]),
+    ("sampling: {temperature: 5e-4, stop: '5', seed: 5, logprobs: true, x: off}", "sampling",
+     {"temperature": 0.0005, "stop": "5", "seed": 5, "logprobs": True, "x": "off"}),
+    ("providers: {box: {like: ollama, fallback: '', local: no}}", "providers",
+     {"box": {"like": "ollama", "fallback": [], "local": False}}),
+    ('\ufeff{\n\t"model": "j",\n\t"retries": 2}', "retries", 2), ("\ufeffmodel: b\r\nretries: 4\r\n", "retries", 4), ("", "retries", 1),
+    ("# nothing but a comment\n", "retries", 1),
+])
+def test_a_config_value_is_what_was_written(load, content, key, value):
+    assert load(content)[key] == value
+
+
+@pytest.mark.parametrize("content, tokens", [
+    ("retries: no", ["retries"]), ("retries: -1", ["retries"]), ("watchdogTimeout: true", ["watchdogTimeout"]),
+    ("watchdogTimeout: 22:22", ["watchdogTimeout", "22:22"]), ("watchdogTimeout: .nan", ["watchdogTimeout"]),
+    ("firstTokenTimeout: soon", ["firstTokenTimeout", "soon"]), ("maxSteps: 2.5", ["maxSteps", "2.5"]),
+    ("compactAt: 80", ["compactAt", "80"]), ("showThinking: maybe", ["showThinking", "maybe"]), ("system: [be, short]", ["system"]),
+    ("sampling: hot", ["sampling", "hot"]), ("providers: [box]", ["providers"]), ("providers: {box: 5}", ["providers.box"]),
+    ("providers: {box: {url: u, local: maybe}}", ["providers.box.local", "maybe"]),
+    ("providers: {box: {url: u, protocol: telepathy}}", ["providers.box.protocol", "telepathy"]), ('{"model": 5}', ["model", "quotes"]),
+    ('{"model": "a", "model": "b"}', ["model", "twice"]), ("model: a\nretries: 2\nmodel: b", ["line 3", "model", "twice"]),
+    ("model: a\n---\nmodel: b", ["line 2"]), ("- model: a", ["keys and values"]), ("hello", ["keys and values"]),
+    ("model: a\nsampling:\n\tseed: 1", ["line 3", "tab"]), ("tools: [a, b\nmodel: m", ["line 2"]),
+    ('system: "D:\\notes\\q"', ["line 1"]), ("model: `q`", ["line 1"]), ("system: *nowhere", ["line 1", "nowhere"]),
+    (b"retries: 1\nsystem: na\xefve", ["line 2", "UTF-8"]), (b"\x00\x01\x02model: m", []), ("a: " + "[" * 5000, []),
+])
+def test_a_fault_in_the_config_is_one_line_that_names_file_and_place(load, content, tokens):
+    raised = fault(load, content)
+    assert raised.kind == "config" and "\n" not in raised.message
+    for token in ["box.yaml", *tokens]:
+        assert token in raised.message
+
+
+def test_all_faults_of_a_config_are_told_at_once(load):
+    lines = fault(load, "retries: no\nmodel: m\ncompactAt: 3", {"maxSteps": ("x", "--max-steps")}).message.split("\n")
+    assert ["retries" in lines[0], "compactAt" in lines[1], "--max-steps" in lines[2], len(lines)] == [True, True, True, 3]
+
+
+@pytest.mark.parametrize("content", [
+    "apiKey: sk-hidden-1", "token: sk-hidden-1", "providers: {box: {url: u, api_key: sk-hidden-1}}",
+    "providers: {box: {url: u, apiKeyEnv: sk-hidden-1}}",
+])
+def test_a_key_in_the_config_is_refused_and_not_shown(load, content):
+    message = fault(load, content).message
+    assert "environment variable" in message and "hidden" not in message
+
+
+@pytest.mark.parametrize("content, tokens", [
+    ("modell: m", ["modell", "model?"]), ("providers: {box: {like: ollama, urll: x}}", ["providers.box.urll", "url?"]),
+    ("zzz: 1", ["zzz"]),
+])
+def test_an_unknown_key_is_a_notice(load, content, tokens):
+    notice, = load(content).notices
+    assert all(token in notice for token in tokens)
+
+
+def test_an_option_beats_the_environment_which_beats_the_file(load):
+    environ = {"MM_MODEL": " from-environment ", "MM_PROVIDER": " ", "MM_BASE_URL": ""}
+    settings = load("model: from-file\nprovider: ollama\nretries: 5", {"retries": ("2", "--retries")}, environ)
+    found = {key: (settings[key], settings.source(key)) for key in ("retries", "model", "provider", "url")}
+    assert found == {"retries": (2, "--retries"), "model": ("from-environment", "$MM_MODEL"),
+                     "provider": ("ollama", found["provider"][1]), "url": ("", "")}
+    assert found["provider"][1].endswith("box.yaml: provider")
+
+
+def test_without_pyyaml_a_json_config_works_and_a_yaml_one_says_what_to_install(load, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert load('{"model": "j"}')["model"] == "j"
+    assert load("")["model"] == ""
+    assert "pip install pyyaml" in fault(load, "model: j").message
+    assert "box.yaml" in fault(load, '{"model": ').message
+
+
+@pytest.mark.parametrize("environ, expected", [
+    ({}, "home"), ({"XDG_CONFIG_HOME": "HERE/xdg"}, "xdg"),
+    ({"XDG_CONFIG_HOME": "xdg"}, "home"),  # relative: not valid, so not set
+    ({"XDG_CONFIG_HOME": " ", "MM_CONFIG": " "}, "home"), ({"MM_CONFIG": "HERE/named.yaml"}, "named"),
+    ({"MM_CONFIG": "~/named.yaml"}, "named"),
+])
+def test_the_config_file_is_looked_for_where_it_may_be_and_never_in_the_current_directory(tmp_path, monkeypatch, environ, expected):
+    files = {"home": ".config/mm/config.yaml", "xdg": "xdg/mm/config.yaml", "named": "named.yaml", "cwd": "config.yaml"}
+    for name, path in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"model: {name}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mm, "__file__", str(tmp_path / "elsewhere" / "mm.py"))
+    environ = {name: value.replace("HERE", str(tmp_path)) for name, value in environ.items()}
+    assert mm.load_settings({}, "", environ)["model"] == expected
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "config.yaml").write_text("model: beside")
+    assert mm.load_settings({}, "", environ)["model"] == ("named" if expected == "named" else "beside")
+
+
+@pytest.mark.parametrize("args, env, tokens", [
+    (["--config", "nowhere.yaml"], {}, ["nowhere.yaml", "--config"]), ([], {"MM_CONFIG": "gone.yaml"}, ["gone.yaml", "$MM_CONFIG"]),
+    (["--config", "."], {}, ["--config"]), (["--retries", "many"], {}, ["--retries", "many"]),
+    (["--watchdog", "-2"], {}, ["--watchdog"]), (["--url", "ftp://x"], {}, ["ftp://x"]),
+    ([], {"MM_BASE_URL": "http://x:port"}, ["http://x:port"]), (["-p", "olama"], {}, ["--provider", "olama", "ollama"]),
+    ([], {"MM_PROVIDER": "olama"}, ["$MM_PROVIDER", "olama"]), (["-o", "temperature"], {}, ["-o", "temperature"]),
+    (["-o", "messages=[]"], {}, ["messages"]), (["--nonsense"], {}, ["--nonsense"]), (["-f", "missing.txt"], {}, ["-f", "missing.txt"]),
+    (["-f", "."], {}, ["-f"]), (["--replay", "missing.sse"], {}, ["--replay", "missing.sse"]),
+    (["--url", "http://127.0.0.1:1", "--tap", "no/dir"], {}, ["--tap", "no/dir"]),
+])
+def test_wrong_usage_is_one_line_and_exit_code_2(run_mm, args, env, tokens):
+    result = run_mm(*args, "-m", "m", "hi", env=env)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert all(token in result.err for token in tokens), result.err
+
+
+# ======================================================================================================================
+# 2. Errors
+# ======================================================================================================================
+
+@pytest.mark.parametrize("body, said", [
+    ({"error": {"code": 500, "message": "compute failed", "type": "server_error"}}, "compute failed"),
+    ({"error": "gone fishing"}, "gone fishing"), ({"object": "error", "message": "bad top_p", "code": 400}, "bad top_p"),
+    ({"code": None, "message": "runner died", "type": "error"}, "runner died"), ({"detail": "login expired"}, "login expired"),
+    ({"detail": [{"loc": ["body", "top_k"], "msg": "must be an int"}]}, "body.top_k: must be an int"),
+    ([{"error": {"message": "first"}}, {"error": {"message": "second"}}], "first; second"),
+    ({"error": {"message": {"text": "deep"}}}, "deep"), ({"errors": ["one", "two"]}, "one; two"),
+    ('{"error": {"message": "{\\"error\\": {\\"message\\": \\"inside out\\"}}"}}', "inside out"),
+    ({"error": {"message": "provider failed", "metadata": {"raw": '{"error": "no GPU"}'}}}, "provider failed: no GPU"),
+    ("backend not found\n", "backend not found"), ("", ""),
+])
+def test_the_sentence_is_found_wherever_a_server_puts_it(body, said):
+    assert mm.words(body) == said
+
+
+LLAMA_TEMPLATE = ("\n------------\nWhile executing CallExpression at line 3, column 9 in source:\n...↵ {{- raise_exception("
+                  "\"only two roles\") }}...\n   ^\nError: Jinja Exception: only two roles")
+
+
+@pytest.mark.parametrize("provider, status, body, kind, tokens", [
+    ("vllm", 401, {"error": "Unauthorized"}, "auth", ["Unauthorized", "401", "MM_API_KEY"]),
+    ("openrouter", 403, b"", "auth", ["403", "OPENROUTER_API_KEY"]),
+    ("ollama", 404, {"error": {"message": "model 'm' not found"}}, "not_found", ["ollama pull m"]),
+    ("dmr", 404, b"model not found\n", "not_found", ["docker model pull m"]),
+    ("llamacpp", 400, {"error": {"code": 400, "message": "model 'm' not found"}}, "not_found", ["--models"]),
+    ("", 404, b"404 page not found\n", "not_found", ["404", "http://127.0.0.1:1/v1/x"]),
+    ("", 405, b"", "not_found", ["405", "http://127.0.0.1:1/v1/x"]),
+    ("openrouter", 402, {"error": {"message": "pay first"}}, "server", ["pay first", "402", "credit"]),
+    ("openai", 429, {"error": {"message": "slow down"}}, "rate_limited", ["slow down", "429"]),
+    ("llamacpp", 500, {"error": {"message": "tools param requires --jinja flag"}}, "server", ["start llama-server with --jinja"]),
+    ("vllm", 400, {"message": '"auto" tool choice requires --enable-auto-tool-choice'}, "server", ["--enable-auto-tool-choice"]),
+    ("llamacpp", 500, {"error": {"message": LLAMA_TEMPLATE}}, "server", ["template", "only two roles"]),
+    ("llamacpp", 500, {"error": {"message": "only two roles at row 3, column 9:\n{{ x }}\n ^\n"}}, "server", ["only two roles"]),
+    ("llamacpp", 502, b"", "server", ["502", "127.0.0.1:1"]),
+    ("llamacpp", 500, "modèle inconnu".encode("latin-1"), "server", ["modèle inconnu", "500"]),
+    ("llamacpp", 500, b"", "server", ["500"]), ("llamacpp", 418, {"strange": [1, 2]}, "server", ["strange", "418"]),
+    ("", 200, b"<!DOCTYPE html><html><title>Web <b>UI</b></title><script>x</script>", "not_found", ["Web bUI/b", "URL"]),
+    ("", 404, b"<html><head><title>\n Not Here </title>", "not_found", ["Not Here"]),
+    ("", 502, b"<html><title>Bad Gateway</title>" + b"<p>" * 999, "server", ["Bad Gateway", "502"]),
+    ("llamacpp", 500, {"error": "boom " + "y" * 9999}, "server", ["boom", "500"]),
+    ("llamacpp", 500, {"error": "one\n\ntwo\tthree"}, "server", ["one two three"]),
+])
+def test_a_refusal_becomes_one_line_with_what_to_do(provider, status, body, kind, tokens):
+    raised = mm.explain(status, body if isinstance(body, bytes) else json.dumps(body).encode(), backend_of(provider),
+                        "http://127.0.0.1:1/v1/x")
+    assert (raised.kind, len(raised.message) <= 500) == (kind, True), raised.message
+    assert not re.search(r"[\n<>{]|While executing|raise_exception", raised.message.replace('{"strange"', ""))
+    assert all(token in raised.message for token in tokens), raised.message
+
+
+@pytest.mark.parametrize("status, body, numbers", [
+    (400, {"error": {"message": "request (2100 tokens) exceeds the available context size (2048 tokens), try increasing it",
+                     "type": "exceed_context_size_error", "n_prompt_tokens": 2100, "n_ctx": 2048}}, ["2,100", "2,048"]),
+    (400, {"code": 400, "message": "too big, try increasing it", "type": "exceed_context_size_error",
+           "n_prompt_tokens": 5001, "n_ctx": 4096}, ["5,001", "4,096"]),
+    (400, {"message": "This model's maximum context length is 2048 tokens. However, your request has 2100 input tokens."},
+     ["2,100", "2,048"]),
+    (400, {"message": "You passed 2100 input tokens and requested 9 output tokens. However, the model's context length is only "
+                      "2048 tokens, resulting in a maximum input length of 2039 tokens."}, ["2,100", "2,048"]),
+    (400, {"message": "The decoder prompt (length 2100) is longer than the maximum model length of 2048."}, ["2,100", "2,048"]),
+    (0, {"error": {"message": "Input does not fit in context length. The input has 2100 tokens, but the context length only "
+                              "supports 2048 tokens."}}, ["2,100", "2,048"]),
+    (500, {"error": "prompt too long; exceeded max context length by 52 tokens"}, ["52"]),
+    (0, {"error": {"code": 500, "message": "Context size has been exceeded."}}, ["Context size"]),
+    (413, b"the prompt is longer than the context", ["larger context"]),
+])
+def test_a_context_overflow_tells_its_two_numbers(status, body, numbers):
+    raised = mm.explain(status, body, backend_of("llamacpp"), "")
+    assert raised.kind == "overflow" and all(number in raised.message for number in numbers), raised.message
+
+
+def test_an_error_that_echoes_the_key_does_not_show_it(serve, run_mm):
+    server = serve(reply(401, {"error": {"message": "the key sk-very-secret is not valid"}}))
+    result = run_mm(*at(server), "hi", env={"MM_API_KEY": "sk-very-secret"})
+    assert result.code == 1 and "sk-very-secret" not in result.out + result.err and "not valid" in result.err
+
+
+@pytest.mark.parametrize("url, tokens", [
+    ("http://127.0.0.1:1/v1", ["127.0.0.1", "refused"]),
+    ("http://user:hidden@127.0.0.1:1/v1?key=hidden", ["127.0.0.1:1/v1", "refused"]), ("http://nowhere.test/v1", ["nowhere.test"]),
+    ("https://127.0.0.1:PORT/v1", ["TLS", "http"]),
+])
+def test_what_cannot_be_reached_is_named(serve, monkeypatch, url, tokens):
+    def unknown(host, *rest, real=socket.getaddrinfo):
+        if host.endswith(".test"):
+            raise socket.gaierror(-2, "Name or service not known")
+        return real(host, *rest)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    server = serve(reply(400))
+    events = ask(mm.Conversation(backend_of("llamacpp", url.replace("PORT", str(server.port))), settings_of()))
+    kind, message = error(events)
+    assert kind == "unreachable" and all(token in message for token in tokens) and "hidden" not in message, message
+    assert kinds(events)[-1] == "done"
+
+
+def test_a_refused_connection_says_how_the_server_is_started_and_what_localhost_is_in_a_container(monkeypatch):
+    for inside in (True, False):
+        monkeypatch.setattr(mm, "in_container", lambda: inside)
+        _, message = error(ask(mm.Conversation(backend_of("ollama"), settings_of())))
+        assert "ollama serve" in message and ("host.docker.internal" in message) == inside
+
+
+# ======================================================================================================================
+# 3. Providers
+# ======================================================================================================================
+
+@pytest.mark.parametrize("text, url", [
+    ("http://10.0.0.5:8080", "http://10.0.0.5:8080/v1"), ("http://10.0.0.5:8080/", "http://10.0.0.5:8080/v1"),
+    ("  http://box/v1/  ", "http://box/v1"), ("HTTP://box//v1//", "http://box/v1"), ("http://box/v1/chat/completions", "http://box/v1"),
+    ("http://box/v1/completions/", "http://box/v1"), ("http://box/v1/models", "http://box/v1"),
+    ("http://box/engines/llama.cpp/v1", "http://box/engines/llama.cpp/v1"), ("https://box/api/v3", "https://box/api/v3"),
+    ("localhost:8080", "http://localhost:8080/v1"), ("box:9000/v1", "http://box:9000/v1"), ("192.168.1.7", "http://192.168.1.7/v1"),
+    ("[::1]:8080", "http://[::1]:8080/v1"), ("http://[::1]", "http://[::1]/v1"), ("api.example.com/v1", "https://api.example.com/v1"),
+])
+def test_every_form_of_a_base_url_is_understood(text, url):
+    assert mm.base_url(text)[0] == url
+
+
+@pytest.mark.parametrize("text", ["ftp://box", "http://", "http://box:port", "http://box:99999", "http://a b/v1", "http://[::1", "file:///x"])
+def test_what_is_no_url_is_refused(text):
+    assert fault(mm.base_url, text).kind == "config"
+
+
+def test_a_query_in_the_url_is_kept_and_stands_at_the_end(serve):
+    server = serve(stream(OK))
+    ask(mm.Conversation(backend_of(url=server.root + "/api/?version=2"), settings_of()))
+    assert server.arrived().path == "/api/chat/completions?version=2"
+
+
+@pytest.mark.parametrize("a, b, same", [
+    ("smollm2", "ai/smollm2:latest", True), ("Qwen3:8b", "qwen3:8b", True), ("hf.co/X/Y", "huggingface.co/x/y:latest", True),
+    ("qwen3:8b", "qwen3:14b", False), ("qwen3", "qwen3:8b", False),
+])
+def test_model_names_are_compared_as_the_servers_do(a, b, same):
+    assert mm.same_model(a, b) is same
+
+
+@pytest.fixture
+def web():
+    """The `responses` library: what is not registered refuses the connection."""
+    with responses.RequestsMock(assert_all_requests_are_fired=False) as web:
+        yield web
+
+
+def models(web, base, *names):
+    web.add("GET", base + "/models", json={"object": "list", "data": [{"id": name} for name in names] or None})
+
+
+def resolved(environ={}, **values):
+    """(provider, URL, model, notices) of these settings."""
+    backend, notices = mm.resolve(settings_of(**values), environ)
+    return backend.name, backend.url, backend.model, " ".join(notices)
+
+
+DMR, LLAMA, OLLAMA = "http://localhost:12434/engines/v1", "http://localhost:8080/v1", "http://localhost:11434/v1"
+FAR_DMR, FAR_OLLAMA = "http://model-runner.docker.internal/engines/v1", "http://host.docker.internal:11434/v1"
+
+
+@pytest.mark.parametrize("there, values, used", [
+    ({OLLAMA: ["q"], LLAMA: ["a", "b"]}, {}, ("llamacpp", LLAMA, "a")),                       # the first in the table's order
+    ({OLLAMA: ["q"], LLAMA: []}, {}, ("ollama", OLLAMA, "q")),                                # a server without models is no use
+    ({OLLAMA: ["q"], FAR_DMR: ["ai/x:latest"]}, {}, ("ollama", OLLAMA, "q")),                 # this machine first, then a container's host
+    ({FAR_DMR: ["ai/x:latest"]}, {}, ("dmr", FAR_DMR, "ai/x:latest")),
+    ({FAR_OLLAMA: ["q"], LLAMA: ["a"]}, {"provider": "ollama"}, ("ollama", FAR_OLLAMA, "q")),  # a named provider at its fallback
+    ({OLLAMA: ["q"], FAR_OLLAMA: ["r"]}, {"provider": "ollama"}, ("ollama", OLLAMA, "q")),
+])
+def test_the_server_and_the_model_that_nobody_named_are_found_and_told(web, there, values, used):
+    web.add("GET", DMR + "/models", body="no API here", status=404)
+    for base, names in there.items():
+        models(web, base, *names)
+    *found, notices = resolved(**values)
+    assert tuple(found) == used and used[2] in notices
+    assert (used[1] in notices) == (not values or used[1] == FAR_OLLAMA)
+
+
+def test_when_no_server_answers_the_line_says_what_was_tried(web):
+    raised = fault(resolved)
+    assert raised.kind == "unreachable" and all(f":{port}" in raised.message for port in (12434, 8080, 11434, 8000, 1234))
+
+
+@pytest.mark.parametrize("values", [
+    {"provider": "ollama", "url": "http://10.1.1.1:7"}, {"provider": "ollama", "providers": {"ollama": {"fallback": []}}},
+    {"provider": "box", "providers": {"box": {"like": "ollama", "url": "http://10.1.1.1:7"}}},
+])
+def test_a_url_or_an_empty_fallback_skips_the_probe(web, values):
+    resolved(model="m", **values)
+    assert len(web.calls) == 0
+
+
+@pytest.mark.parametrize("port, name", [
+    (12434, "dmr"), (8080, "llamacpp"), (11434, "ollama"), (8000, "vllm"), (1234, "lmstudio"), (9, "server"),
+])
+def test_with_a_url_alone_the_port_tells_the_server(web, port, name):
+    assert resolved(url=f"http://box:{port}", model="m")[:2] == (name, f"http://box:{port}/v1")
+
+
+def test_an_own_provider_takes_what_it_does_not_say_from_the_one_it_is_like():
+    own = {"box": {"like": "llamacpp", "url": "http://box:7", "model": "own", "sampling": {"top_k": 5}}}
+    backend, _ = mm.resolve(settings_of(provider="box", providers=own), {})
+    body = mm.Conversation(backend, settings_of()).protocol.body([], "", {}, None, set())
+    assert (backend.url, backend.model, backend.entry["sampling"]) == ("http://box:7/v1", "own", {"top_k": 5})
+    assert body["return_progress"] is True
+
+
+@pytest.mark.parametrize("values, tokens", [
+    ({"provider": "zzz"}, ["zzz", "llamacpp"]),
+    ({"provider": "box", "providers": {"box": {"like": "zzz"}}}, ["box", "zzz", "llamacpp"]),
+    ({"provider": "box", "providers": {"box": {"model": "m"}}}, ["box", "url"]), ({"provider": "openai"}, ["-m"]),
+])
+def test_a_provider_that_cannot_be_used_is_a_config_error(web, values, tokens):
+    raised = fault(resolved, **values)
+    assert raised.kind == "config" and all(token in raised.message for token in tokens), raised.message
+
+
+def test_without_a_model_the_first_that_chats_and_is_loaded_is_used(web):
+    entries = [{"id": "nomic-embed"}, {"id": "cold", "status": {"value": "unloaded"}}, {"id": "warm", "status": {"value": "loaded"}}]
+    web.add("GET", "http://box:8080/v1/models", json={"data": entries})
+    assert resolved(url="http://box:8080")[2] == "warm"
+
+
+@pytest.mark.parametrize("answer, kind, tokens", [
+    ({"json": {"data": None}}, "not_found", ["ollama pull"]), ({"body": "<html>"}, "not_found", ["http://box:11434/v1/models"]),
+    ({"status": 401}, "auth", ["401", "MM_API_KEY"]), ({"body": OSError("no")}, "unreachable", ["ollama serve"]),
+])
+def test_a_server_that_tells_no_model_is_explained(web, answer, kind, tokens):
+    web.add("GET", "http://box:11434/v1/models", **answer)
+    raised = fault(resolved, url="http://box:11434")
+    assert raised.kind == kind and all(token in raised.message for token in tokens), raised.message
+
+
+@pytest.mark.parametrize("provider, pages, window", [
+    ("llamacpp", {"/v1/models": {"data": [{"id": "m", "meta": {"n_ctx": 1024, "n_ctx_train": 8192}}]}}, 1024),
+    ("llamacpp", {"/v1/models": {"data": [{"id": "m", "meta": {"n_ctx_train": 8192}}]},
+                  "/props": {"default_generation_settings": {"n_ctx": 2048}}}, 2048),
+    ("llamacpp", {"/v1/models": {"data": [{"id": "m"}]}, "/props": {"default_generation_settings": {"n_ctx": 0}}}, 0),
+    ("dmr", {"/v1/models": {"data": [{"id": "ai/m:latest", "dmr": {"context_window": 4096}}]}, "/engines/_configure": []}, 4096),
+    ("dmr", {"/v1/models": {"data": [{"id": "ai/m:latest", "dmr": {"context_window": 4096}}]},
+             "/engines/_configure": [{"Model": "ai/m", "Config": {"context-size": 8192}}]}, 8192),
+    ("ollama", {"/v1/models": {"data": []}, "/api/ps": {"models": [{"name": "n", "context_length": 1}, {"name": "m:latest", "context_length": 4096}]}}, 4096),
+    ("vllm", {"/v1/models": {"data": [{"id": "m", "max_model_len": 512}]}}, 512),
+    ("lmstudio", {"/v1/models": {"data": []}, "/api/v0/models": {"data": [{"id": "m", "loaded_context_length": 99}]}}, 99),
+    ("openrouter", {"/v1/models": {"data": [{"id": "x", "context_length": 7}, {"id": "m", "context_length": 8}]}}, 8),
+    ("ollama", {"/v1/models": ["odd"], "/api/ps": {"models": "odd"}}, 0),
+])
+def test_the_probe_finds_the_context_that_is_served(web, provider, pages, window):
+    for path, page in pages.items():
+        web.add("GET", "http://box" + path, json=page)
+    assert mm.probe(backend_of(provider, "http://box/v1"))["window"] == window
+
+
+@pytest.mark.parametrize("provider, key, sent", [
+    ("", "", None), ("llamacpp", "", "Bearer none"), ("openai", "", None), ("openai", "k1", "Bearer k1"), ("llamacpp", "k1", "Bearer k1"),
+])
+def test_a_key_goes_out_only_where_there_is_one_and_a_local_server_gets_a_dummy(serve, provider, key, sent):
+    server = serve(stream(OK))
+    ask(mm.Conversation(backend_of(provider, server.url, key), settings_of()))
+    assert server.arrived().headers.get("authorization") == sent
+
+
+def test_a_key_is_stripped_and_a_blank_one_is_none(serve, run_mm):
+    server = serve(stream(OK))
+    for value in ("  k1\n", " ", ""):
+        run_mm(*at(server), "hi", env={"MM_API_KEY": value})
+    assert [post.headers.get("authorization") for post in server.posts] == ["Bearer k1", None, None]
+
+
+@pytest.mark.parametrize("key, place", [("sk-\u200bsecret", 4), ("sk-secret\u2026", 10), ("sé", 2), ("a b", 2), ("a\nb", 2)])
+def test_a_key_that_no_header_can_carry_is_refused_by_its_variable_and_place_alone(serve, run_mm, key, place):
+    result = run_mm(*at(serve(stream(OK))), "hi", env={"MM_API_KEY": key})
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "$MM_API_KEY" in result.err and str(place) in result.err and "secret" not in result.err
+
+
+def test_netrc_is_not_consulted(serve, run_mm, tmp_path):
+    server = serve(stream(OK))
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password hidden\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    for key in ("k1", ""):
+        run_mm(*at(server), "hi", env={"MM_API_KEY": key, "NETRC": str(tmp_path / ".netrc")})
+    assert [post.headers.get("authorization") for post in server.posts] == ["Bearer k1", None]
+
+
+def through_a_proxy(monkeypatch, proxy, url):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    return ask(mm.Conversation(backend_of(url=url), settings_of()))
+
+
+def test_loopback_never_goes_through_a_proxy(serve, monkeypatch):
+    proxy, server = serve(reply(503)), serve(stream(OK))
+    for host in ("127.0.0.1", "localhost"):
+        assert text(through_a_proxy(monkeypatch, proxy.root, f"http://{host}:{server.port}")) == "ok"
+    assert not proxy.posts
+
+
+def test_other_hosts_go_through_the_proxy_unless_no_proxy_names_them(serve, monkeypatch):
+    proxy, server = serve(stream(OK)), serve(stream(OK))
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: real("127.0.0.1" if host == "models.test" else host, *rest))
+    url = f"http://models.test:{server.port}/v1"
+    through_a_proxy(monkeypatch, proxy.root, url)
+    assert proxy.arrived().path == url + "/chat/completions" and not server.posts
+    monkeypatch.setenv("no_proxy", "models.test")
+    through_a_proxy(monkeypatch, proxy.root, url)
+    assert (len(proxy.posts), len(server.posts)) == (1, 1)
+
+
+def test_a_proxy_that_does_not_answer_is_named_without_its_password(monkeypatch):
+    kind, message = error(through_a_proxy(monkeypatch, "http://me:hidden@127.0.0.1:1", "http://models.test/v1"))
+    assert kind == "unreachable" and "127.0.0.1:1" in message and "NO_PROXY" in message and "hidden" not in message
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_localhost_is_reached_on_either_of_its_addresses(serve, monkeypatch, host):
+    try:
+        server = serve(stream(OK), host=host)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    both = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", server.port, 0, 0)), (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", server.port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: list(both))
+    assert text(ask(mm.Conversation(backend_of(url=f"http://localhost:{server.port}"), settings_of()))) == "ok"
+    server.close()
+    _, message = error(ask(mm.Conversation(backend_of(url=f"http://localhost:{server.port}"), settings_of())))
+    assert "127.0.0.1" in message and "::1" in message
+
+
+# ======================================================================================================================
+# 4. The wire
+# ======================================================================================================================
+
+def read(*pieces):
+    """What mm makes of a body that comes in these pieces."""
+    reply, events, raised = mm.Reply(), [], None
+    try:
+        events += mm.read_reply(mm.deltas(iter(pieces), backend_of(key="sk-k1"), "http://box/v1/chat/completions"), reply)
+    except mm.MMError as error:
+        raised = (error.kind, error.message)
+    calls = [(call["name"], call["arguments"]) for call in reply.calls.finished()]
+    return SimpleNamespace(thinking=text(events, "reasoning"), answer=reply.answer.getvalue(), calls=calls, usage=reply.usage,
+                           finish=reply.finish, error=raised, progress=[e for e in events if e["type"] == "progress"])
+
+
+def bytewise(body):
+    return [body[place:place + 1] for place in range(len(body))]
+
+
+def test_lines_end_at_lf_crlf_and_cr_wherever_the_packets_are_cut():
+    body = "a\nb\r\nc\rd\r\r\n\n\u2028e\u0085✓\n\r\nf".encode()
+    whole = list(mm.lines([body]))
+    assert [line.decode() for line in whole] == ["a", "b", "c", "d", "", "", "\u2028e\u0085✓", "", "f"]
+    assert list(mm.lines(bytewise(body))) == whole
+    for cut in range(1, len(body)):
+        assert list(mm.lines([body[:cut], body[cut:]])) == whole
+
+
+def test_a_cr_at_the_end_of_a_packet_ends_its_line_at_once():
+    assert next(mm.lines(iter([b"data: x\r"]))) == b"data: x"
+    lines = mm.lines(piece for piece in [b"a\r", None])  # asking for more than the first piece would fail
+    assert next(lines) == b"a"
+
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+UNSTREAMED = {"object": "chat.completion", "choices": [{"message": {"content": "ok", "reasoning_content": "hm"}, "finish_reason": "stop"}]}
+
+
+@pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in {
+    "events as they should be": chunk("o") + chunk("k") + STOP + DONE,
+    "no space after the colon": OK.replace(b"data: ", b"data:"),
+    "more spaces after the colon": OK.replace(b"data: ", b"data:   ").replace(b"[DONE]", b"[DONE] "),
+    "CRLF": OK.replace(b"\n", b"\r\n"),
+    "CR": OK.replace(b"\n", b"\r"),
+    "a byte order mark": b"\xef\xbb\xbf" + OK,
+    "empty lines first": b"\n\r\n\n" + OK,
+    "comments everywhere": b":\n\n: ping\n\n" + OK.replace(b"data:", b": x\ndata:") + b":\n\n",
+    "id, retry and unknown fields": OK.replace(b"data:", b"id: 1\nretry: 5\nwhatever: 1\nlonely\ndata:"),
+    "a named event": OK.replace(b"data:", b"event: message\ndata:"),
+    "a gateway's comment as data": sse(b": WAIT") + OK + sse(b": WAIT"),
+    "an empty data line": sse(b"", b"  ") + b"data\n\n" + OK,
+    "several values in the lines of one event": chunk("o").strip() + b"\n" + chunk("k").strip() + b"\n" + STOP + DONE,
+    "no blank lines at all": OK.replace(b"\n\n", b"\n"),
+    "a value over several lines": sse(json.dumps(json.loads(chunk("ok")[6:]), indent=1).replace("\n", "\ndata:").encode()) + STOP,
+    "values that are no objects": sse(5, "x", [], True, None, [1]) + OK,
+    "no choices, in every way": sse({"choices": []}, {"choices": None}, {"model": "m"}, {"choices": [None]}, {}) + OK,
+    "every optional key null": chunk(None, role=None, tool_calls=None, function_call=None) + sse(
+        {"usage": None, "timings": None, "choices": [{"index": None, "delta": None, "finish_reason": None}]}) + OK,
+    "empty deltas": chunk("") + chunk(role="assistant") + OK,
+    "odd types of content": chunk(5) + chunk(True) + chunk({"x": 1}) + chunk([5, None, {"type": "image"}]) + OK,
+    "content as a list of parts": chunk([{"type": "text", "text": "o"}, {"type": "text", "text": "k"}]) + STOP,
+    "the finish_reason with the last text": chunk("o") + chunk("k", finish="stop"),
+    "a finish_reason and no [DONE]": chunk("ok") + STOP,
+    "a [DONE] and no finish_reason": chunk("ok") + DONE,
+    "no newline at the end": (chunk("ok") + STOP).rstrip(),
+    "anything after [DONE]": OK + b"data: {torn\n\nerror: late\n\n",
+    "a text_completion": sse({"choices": [{"text": "ok", "index": 0}]}, {"choices": [{"text": "", "finish_reason": "stop"}]}),
+    "a second choice": sse({"choices": [{"index": 1, "delta": {"content": "no"}}]}) + OK,
+    "gzip": gzip.compress(OK),
+    "a whole JSON answer": json.dumps({**UNSTREAMED, "choices": [{"message": {"content": "ok"}, "finish_reason": "stop"}]}).encode(),
+    "JSON and a [DONE]": json.dumps({"choices": [{"message": {"content": "ok"}}]}, indent=2).encode() + b"\n\ndata: [DONE]\n\n",
+    "blank lines before JSON": b"\n\n\n" + json.dumps({"choices": [{"message": {"content": "ok"}}]}).encode(),
+    "JSON lines": OK[:OK.index(b"data: [DONE]")].replace(b"data: ", b"").replace(b"\n\n", b"\n"),
+}.items()])
+def test_an_answer_is_read_from(body):
+    for pieces in ([body], bytewise(body)):
+        result = read(*pieces)
+        assert (result.answer, result.thinking, result.error) == ("ok", "", None)
+
+
+@pytest.mark.parametrize("body, thinking, answer", [
+    (chunk(reasoning="hm ") + chunk(reasoning="so") + OK, "hm so", "ok"),
+    (chunk(reasoning="hm", content=None) + chunk(content="") + OK, "hm", "ok"),
+    (chunk(reasoning="hm", content="") + chunk(reasoning="", content="ok") + STOP, "hm", "ok"),
+    (chunk(reasoning="hm", content="ok") + STOP, "hm", "ok"),
+    (chunk(reasoning="hm ") + chunk("o") + chunk(reasoning="again") + chunk("k") + STOP, "hm again", "ok"),
+    (chunk(reasoning="a") + chunk(**{"reasoning": "b"}) + chunk(thinking="c") + OK, "abc", "ok"),
+    (chunk(reasoning_content="hm", **{"thinking": "hm"}) + OK, "hm", "ok"),
+    (sse({"choices": [{"delta": {"reasoning_content": "hm", "reasoning": "hm"}}]}) + OK, "hm", "ok"),
+    (sse({"choices": [{"delta": {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm"}]}}]}) + OK, "hm", "ok"),
+    (chunk(reasoning_details=[{"text": "h"}, {"summary": "m"}, {"type": "reasoning.encrypted", "data": "x"}]) + OK, "hm", "ok"),
+    (chunk(reasoning={"text": "hm"}) + OK, "hm", "ok"),
+    (chunk([{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}]) + chunk([{"type": "text", "text": "ok"}]) + STOP, "hm", "ok"),
+    (chunk(reasoning="Plan", content="Plan") + OK, "Plan", "ok"),  # a gateway copies the thinking into content
+    (json.dumps(UNSTREAMED).encode(), "hm", "ok"),
+    (chunk("<think>x</think>") + OK, "", "<think>x</think>ok"),  # only the field is thinking
+    (chunk("Write `</th") + chunk("ink>`.") + STOP, "", "Write `</think>`."),
+])
+def test_thinking_and_answer_are_told_apart(body, thinking, answer):
+    result = read(body)
+    assert (result.thinking, result.answer, result.error) == (thinking, answer, None)
+
+
+@pytest.mark.parametrize("pieces, answer", [
+    (["\ud83d", "\ude00!"], "😀!"),                  # the halves of a pair in two deltas
+    (["a\ud83d", "b", "\ude00"], "a\ufffdb\ufffd"),  # lone halves
+    (["\ufeffa", "\x00b"], "\ufeffa\x00b"),
+])
+def test_escaped_characters_are_put_together(pieces, answer):
+    assert read(b"".join(map(chunk, pieces)) + STOP).answer == answer
+
+
+def test_raw_characters_stay_whole_wherever_the_packets_are_cut():
+    raw = "进✓\u0085\u2028é🌍"
+    body = chunk("TEXT").replace(b"TEXT", raw.encode()) + STOP
+    assert read(body).answer == read(*bytewise(body)).answer == raw
+
+
+@pytest.mark.parametrize("body, kind, token", [pytest.param(body, kind, token, id=name) for name, body, kind, token in [
+    ("nothing", b"", "interrupted", ""), ("comments alone", b": ping\n\n", "interrupted", ""),
+    ("text and a tidy close", chunk("The half"), "interrupted", "before"),
+    ("a line cut", chunk("The half") + chunk("and more")[:-20], "interrupted", "before"),
+    ("a JSON body cut", json.dumps(UNSTREAMED).encode()[:-9], "interrupted", "before"),
+    ("an error object", sse({"error": {"code": 500, "message": "slot lost"}}), "server", "slot lost"),
+    ("an error, then [DONE]", sse({"error": {"message": "slot lost"}}) + DONE, "server", "slot lost"),
+    ("an error after text", chunk("The ") + sse({"error": {"message": "slot lost"}}), "server", "slot lost"),
+    ("an error after the end", chunk("The ") + STOP + sse({"error": {"message": "slot lost"}}), "server", "slot lost"),
+    ("an error string", sse({"error": "slot lost"}), "server", "slot lost"),
+    ("an error list", sse({"error": ["slot lost"]}), "server", "slot lost"),
+    ("an error with choices", sse({"error": {"message": "slot lost"}, "choices": [{"delta": {"content": ""}, "finish_reason": "error"}]}), "server", "slot lost"),
+    ("an error inside a choice", sse({"choices": [{"error": {"message": "slot lost"}, "delta": {}}]}), "server", "slot lost"),
+    ("a finish_reason error", chunk("The ", finish="error"), "server", "error"),
+    ("type error", sse({"type": "error", "message": "slot lost"}), "server", "slot lost"),
+    ("object error", sse({"object": "error", "message": "slot lost", "code": 4}), "server", "slot lost"),
+    ("a code and a message", sse({"code": 400, "message": "slot lost"}), "server", "slot lost"),
+    ("an event named error", b"event: error\ndata: {\"message\": \"slot lost\"}\n\n", "server", "slot lost"),
+    ("an event named error with text", b"event:error\ndata:slot lost\n\n", "server", "slot lost"),
+    ("a line named error", b'error: {"code": 400, "message": "slot lost"}\n\n' + DONE, "server", "slot lost"),
+    ("text as data", sse(b"slot lost"), "server", "slot lost"),
+    ("an error written into the stream", chunk("The ") + b'{"error": {"message": "slot lost"}}\n\n', "server", "slot lost"),
+    ("a JSON error instead of a stream", b'{"error": {"message": "slot lost"}}', "server", "slot lost"),
+    ("a detail instead of a stream", b'{"detail": "slot lost"}', "server", "slot lost"),
+    ("text instead of a stream", b"slot lost\n", "protocol", "slot lost"),
+    ("a page instead of a stream", b"<!doctype html>\n<title>My UI</title>", "not_found", "My UI"),
+    ("data that is not JSON", sse(b'{"choices": [{"delta"'), "protocol", "not JSON"),
+    ("gzip cut short", gzip.compress(chunk("The half") * 50 + OK)[:-40], "interrupted", ""),
+    ("gzip damaged", gzip.compress(OK)[:10] + b"\xff" * 30, "protocol", "compress"),
+    ("a key in an error", sse({"error": "slot lost by sk-k1"}), "server", "***"),
+]])
+def test_no_answer_is_made_of(body, kind, token):
+    for pieces in ([body] if body else [], bytewise(body)):
+        raised = read(*pieces).error
+        assert raised and raised[0] == kind and token in raised[1] and "\n" not in raised[1] and "sk-k1" not in raised[1], raised
+
+
+def test_usage_is_the_last_that_came_wherever_it_came():
+    early = sse({"choices": [], "usage": {"total_tokens": 1}})
+    late = sse({"choices": [], "usage": USAGE})
+    assert read(early + chunk("ok") + STOP + late + DONE).usage == USAGE
+    assert read(late + chunk("ok") + sse({"choices": [], "usage": None}) + STOP).usage == USAGE
+
+
+def test_prompt_progress_counts_what_is_not_in_the_cache():
+    body = b"".join(sse({"choices": [], "prompt_progress": {"total": 100, "cache": 20, "processed": n}}) for n in (20, 60, 100)) + OK
+    assert [(e["processed"], e["total"]) for e in read(body).progress] == [(0, 80), (40, 80), (80, 80)]
+
+
+RED, BLUE = ("look", {"q": "red"}), ("look", {"q": "blue"})
+CALLED = chunk(finish="tool_calls") + DONE
+
+
+@pytest.mark.parametrize("body, calls", [pytest.param(body, calls, id=name) for name, body, calls in [
+    ("in fragments", call(index=0, id="a", name="look", arguments='{"q":') + call(index=0, arguments='"red"}'), [RED]),
+    ("two, one after the other", call(index=0, id="a", name="look", arguments='{"q":"red"}') + call(index=1, id="b", name="look", arguments='{"q":"blue"}'), [RED, BLUE]),
+    ("two, all with index 0", call(index=0, id="a", name="look", arguments='{"q":"red"}') + call(index=0, id="b", name="look", arguments='{"q":"blue"}'), [RED, BLUE]),
+    ("two, with neither index nor id", call(name="look", arguments='{"q":"red"}') + call(name="look", arguments='{"q":"blue"}'), [RED, BLUE]),
+    ("two in turns, by index", call(index=0, id="a", name="look", arguments='{"q":') + call(index=1, id="b", name="look", arguments='{"q":')
+     + call(index=0, arguments='"red"}') + call(index=1, arguments='"blue"}'), [RED, BLUE]),
+    ("two in turns, by id", call(id="a", name="look", arguments='{"q":') + call(id="b", name="look", arguments='{"q":')
+     + call(id="a", arguments='"red"}') + call(id="b", arguments='"blue"}'), [RED, BLUE]),
+    ("two in one delta", chunk(tool_calls=[{"index": n, "id": str(n), "function": {"name": "look", "arguments": json.dumps({"q": q})}} for n, q in enumerate(("red", "blue"))]), [RED, BLUE]),
+    ("id and name empty later", call(index=0, id="a", name="look", arguments='{"q":') + call(index=0, id="", name="", arguments='"red"}'), [RED]),
+    ("id and name null later", call(index=0, id="a", name="look", arguments='{"q":') + call(index=0, id=None, name=None, arguments='"red"}'), [RED]),
+    ("id and name repeated", call(index=0, id="a", name="look", arguments='{"q":') + call(index=0, id="a", name="look", arguments='"red"}'), [RED]),
+    ("the name later", call(index=0, id="a", name="", arguments="") + call(index=0, name="look", arguments='{"q":"red"}'), [RED]),
+    ("the index counting up", call(index=0, id="a", name="look", arguments='{"q"') + call(index=1, arguments=':"re') + call(index=2, arguments='d"}'), [RED]),
+    ("arguments as an object", call(index=0, id="a", name="look", arguments={"q": "red"}), [RED]),
+    ("arguments encoded twice", call(index=0, id="a", name="look", arguments='"{\\"q\\": \\"red\\"}"'), [RED]),
+    ("arguments empty", call(index=0, id="a", name="now", arguments=" "), [("now", {})]),
+    ("arguments null", call(index=0, id="a", name="now", arguments=None), [("now", {})]),
+    ("arguments missing", call(index=0, id="a", name="now"), [("now", {})]),
+    ("arguments cut", call(index=0, id="a", name="look", arguments='{"q":"re'), [("look", None)]),
+    ("arguments that are a list", call(index=0, id="a", name="look", arguments="[1]"), [("look", None)]),
+    ("entries that are null", chunk(tool_calls=[None, {"index": 0, "id": "a", "function": None}]) + call(index=0, name="now"), [("now", {})]),
+]])
+def test_a_tool_call_is_put_together_from(body, calls):
+    assert read(body + CALLED).calls == read(*bytewise(body + chunk(finish="stop"))).calls == calls
+
+
+@pytest.mark.parametrize("ids", [[None, None], ["", ""], ["x", "x"], ["call00001", None]])
+def test_every_tool_call_gets_an_id_of_its_own(ids):
+    calls = mm.Calls()
+    for place, its_id in enumerate(ids):
+        calls.add({"index": place, "id": its_id or "", "name": "now", "arguments": "{}"})
+    made = [call["id"] for call in calls.finished()]
+    assert len(set(made)) == 2 and all(made)
+
+
+@pytest.mark.parametrize("body", [
+    b"data: " + b"x" * 2000, chunk("x" * 2000), b'{"choices": [\n' + b"\n" * 2000, b"data: x\n" * 2000,
+    b"".join(call(index=0, name="n", arguments="x" * 500) for _ in range(4)),
+])
+def test_what_never_ends_is_given_up(monkeypatch, body):
+    monkeypatch.setattr(mm, "MAX_LINE", 1000)
+    assert read(*[body[place:place + 300] for place in range(0, len(body), 300)]).error[0] == "protocol"
+
+
+@pytest.mark.parametrize("script", [stream, chunked])
+@pytest.mark.parametrize("json_option, first", [([], b"first"), (["--json"], b'{"type": "answer", "text": "first"}\n')])
+def test_a_token_is_shown_before_the_server_sends_the_next(serve, start_mm, script, json_option, first):
+    shown = threading.Event()
+    server = serve(script(chunk("first"), shown, chunk(" second") + STOP + DONE))
+    process = start_mm(*at(server), *json_option, "hi")
+    got = b""
+    while len(got) < len(first):
+        got += os.read(process.stdout.fileno(), 1000)
+    assert got == first
+    shown.set()
+    assert b" second" in process.communicate(timeout=PATIENCE)[0]
+
+
+def test_thinking_in_a_pipe_is_shown_before_the_server_sends_the_answer(serve, start_mm):
+    shown = threading.Event()
+    process = start_mm(*at(serve(stream(chunk(reasoning="hm"), shown, OK))), "hi")
+    assert os.read(process.stderr.fileno(), 1000) == b"hm"
+    shown.set()
+    assert process.communicate(timeout=PATIENCE)[0] == b"ok\n"
+
+
+BODY = chunk(reasoning="hm é") + b": ping\r\n\r\n" + chunk("o") + chunk("k ✓") + STOP + sse({"choices": [], "usage": USAGE}) + DONE
+
+
+@pytest.mark.parametrize("script, body", [
+    (stream(*bytewise(BODY)), BODY), (chunked(BODY[:99], BODY[99:]), BODY), (stream(gzip.compress(BODY)), gzip.compress(BODY)),
+    (reply(200, UNSTREAMED), json.dumps(UNSTREAMED).encode()), (stream(chunk("o") + sse({"error": "slot lost"})), chunk("o") + sse({"error": "slot lost"})),
+], ids=["unchunked", "chunked", "gzip", "JSON", "broken"])
+def test_a_tap_holds_the_bytes_as_they_came_and_its_replay_gives_the_same_events(serve, run_mm, tmp_path, script, body):
+    live = run_mm(*at(serve(script)), "--retries", "0", "--json", "--tap", "tap", "hi")
+    assert (tmp_path / "tap").read_bytes() == body
+    again = run_mm("--json", "--replay", "tap")
+    assert again.events[:-1] == live.events[:-1] and again.code == live.code
+    assert [again.events[-1][key] for key in ("finish_reason", "usage")] == [live.events[-1][key] for key in ("finish_reason", "usage")]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_tap_that_cannot_be_written_is_told_once_and_the_stream_goes_on(serve, run_mm):
+    result = run_mm(*at(serve(stream(chunk("o"), chunk("k") + STOP + DONE))), "--tap", "/dev/full", "hi")
+    assert (result.code, result.out, result.err.count("--tap")) == (0, "ok\n", 1)
+
+
+# ======================================================================================================================
+# 5. The watchdog
+# ======================================================================================================================
+
+@pytest.fixture
+def no_thread_left():
+    """No thread of mm's may be left when the test ends."""
+    before = set(threading.enumerate())
+    yield
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name != "server"]
+
+
+@pytest.mark.parametrize("script", [["hang"], stream("hang"), stream((b": ping\n\n", 0.05)), stream((chunk("") + chunk(role="x"), 0.05))])
+def test_silence_before_the_first_token_ends_the_call(serve, no_thread_left, script):
+    server = serve(script)
+    kind, message = error(ask(talk(server, firstTokenTimeout=0.3, watchdogTimeout=9.0)))
+    assert kind == "stalled" and "--first-token" in message and "firstTokenTimeout" in message
+    server.gone()
+    assert len(server.posts) == 1
+
+
+@pytest.mark.parametrize("token", [{"content": "a"}, {"reasoning": "a"}, {"tool_calls": [{"index": 0, "function": {"name": "n"}}]}])
+@pytest.mark.parametrize("after", ["hang", (b":\n\n" + chunk(""), 0.05)])
+def test_silence_between_tokens_ends_the_call(serve, no_thread_left, token, after):
+    server = serve(stream(chunk(**token), after))
+    kind, message = error(ask(talk(server, firstTokenTimeout=9.0, watchdogTimeout=0.3)))
+    assert kind == "stalled" and "--watchdog" in message and "watchdogTimeout" in message
+    assert "start" not in message
+    server.gone()
+
+
+@pytest.mark.parametrize("sign", [
+    [chunk(reasoning="a")] * 8, [chunk("a")] * 8, [call(index=0, arguments="a")] * 8,
+    [sse({"choices": [], "prompt_progress": {"total": 8, "cache": 0, "processed": n}}) for n in range(8)],
+], ids=["thinking", "answer", "arguments", "progress"])
+def test_a_sign_of_life_keeps_a_call_alive_longer_than_either_limit(serve, sign):
+    steps = [step for piece in sign for step in (piece, 0.1)]
+    server = serve(stream(*steps, OK), stream(OK))
+    assert error(ask(talk(server, firstTokenTimeout=0.4, watchdogTimeout=0.4))) is None
+
+
+def test_progress_that_does_not_move_is_no_sign_of_life(serve):
+    server = serve(stream((sse({"choices": [], "prompt_progress": {"total": 8, "cache": 0, "processed": 3}}), 0.05)))
+    assert error(ask(talk(server, firstTokenTimeout=0.3)))[0] == "stalled"
+
+
+def test_a_limit_of_0_is_no_limit(serve):
+    events = ask(talk(serve([0.4, *stream(chunk("o"), 0.4, chunk("k") + STOP)]), firstTokenTimeout=0.0, watchdogTimeout=0.0))
+    assert (text(events), error(events)) == ("ok", None)
+
+
+def test_an_answer_is_over_at_its_end_though_the_socket_stays_open(serve, no_thread_left, monkeypatch):
+    monkeypatch.setattr(mm, "GRACE_SECONDS", 0.1)
+    for end in (DONE, STOP + DONE, STOP):
+        server = serve(stream(chunk("ok") + end, "hang"))
+        events = ask(talk(server, watchdogTimeout=9.0))
+        assert (text(events), error(events)) == ("ok", None)
+        server.gone()
+
+
+def test_usage_that_comes_after_the_finish_reason_is_waited_for(serve):
+    events = ask(talk(serve(stream(chunk("ok") + STOP, 0.1, sse({"choices": [], "usage": USAGE}) + DONE))))
+    assert events[-1]["usage"] == USAGE
+
+
+@pytest.mark.parametrize("script", [["hang"], stream("hang"), stream(chunk(reasoning="hm"), "hang"), stream(chunk("a"), "hang")],
+                         ids=["before the headers", "before a token", "thinking", "answering"])
+def test_a_call_can_be_stopped_at_any_moment(serve, no_thread_left, script):
+    server = serve(script)
+    conversation, events = talk(server), []
+    if len(script) < 3:
+        threading.Thread(target=lambda: server.arrived() and conversation.interrupt()).start()
+    for event in conversation.ask("hi"):
+        events.append(event)
+        if event["type"] in ("answer", "reasoning"):
+            conversation.interrupt()
+    assert error(events)[0] == "cancelled" and kinds(events)[-1] == "done"
+    server.gone()
+
+
+def test_a_turn_that_is_dropped_in_the_middle_leaves_nothing_open(serve, no_thread_left):
+    server = serve(stream(chunk("half"), "hang"))
+    conversation = talk(server)
+    turn = conversation.ask("hi")
+    while next(turn)["type"] != "answer":
+        pass
+    turn.close()
+    server.gone()
+    assert conversation.history[-1] == {"role": "assistant", "content": "half", "partial": True}
+
+
+def test_a_normal_call_leaves_nothing_open(serve, no_thread_left):
+    server = serve(chunked(OK, "hang"))
+    assert text(ask(talk(server))) == "ok"
+    server.gone()
+
+
+def test_a_slow_reader_holds_the_server_back(serve, monkeypatch):
+    monkeypatch.setattr(mm, "BACKLOG", 20)
+    conversation = talk(serve(stream(*[chunk("a")] * 500, OK)))
+    turn = conversation.ask("hi")
+    while next(turn)["type"] != "answer":
+        pass
+    assert conversation.call.box.qsize() < 200
+    assert text(turn) == "a" * 499 + "ok"
+
+
+# ======================================================================================================================
+# 6. Requests
+# ======================================================================================================================
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, *calls):
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def tool(its_id, content="done"):
+    return {"role": "tool", "tool_call_id": its_id, "content": content}
+
+
+def made(its_id, arguments={"q": "é"}):
+    return {"id": its_id, "name": "look", "arguments": arguments, "raw": ""}
+
+
+def sent(its_id, arguments='{"q": "é"}'):
+    return {"id": its_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+@pytest.mark.parametrize("history, messages", [pytest.param(history, messages, id=name) for name, history, messages in [
+    ("a chat", [user("a"), assistant("b"), user("c")], [user("a"), assistant("b"), user("c")]),
+    ("questions without answers are joined", [user("a"), user("b"), assistant("c")], [user("a\n\nb"), assistant("c")]),
+    ("an empty answer is left out", [user("a"), assistant(" \n"), user("b")], [user("a\n\nb")]),
+    ("mm's own labels are left out", [user("a"), {**assistant("b"), "partial": True}], [user("a"), assistant("b")]),
+    ("a call and its result", [user("a"), assistant("", made("1")), tool("1"), assistant("b")],
+     [user("a"), assistant("", sent("1")), tool("1"), assistant("b")]),
+    ("broken arguments become none", [assistant("x", made("1", None)), tool("1")], [assistant("x", sent("1", "{}")), tool("1")]),
+    ("a call without a result gets one", [assistant("", made("1"), made("2")), tool("2"), user("a")],
+     [assistant("", sent("1"), sent("2")), tool("2"), tool("1", mm.NO_RESULT), user("a")]),
+    ("at the end as well", [assistant("", made("1"))], [assistant("", sent("1")), tool("1", mm.NO_RESULT)]),
+    ("a result without a call is left out", [user("a"), tool("9"), assistant("b")], [user("a"), assistant("b")]),
+    ("a second result is left out", [assistant("", made("1")), tool("1"), tool("1"), user("a")],
+     [assistant("", sent("1")), tool("1"), user("a")]),
+    ("an answer after a call is not joined to it", [assistant("x", made("1")), assistant("y")],
+     [assistant("x", sent("1")), tool("1", mm.NO_RESULT), assistant("y")]),
+]])
+def test_a_history_is_put_right_on_its_way_out(history, messages):
+    assert mm.to_messages(history, "") == messages
+    assert mm.to_messages(history, "be kind") == [{"role": "system", "content": "be kind"}, *messages]
+
+
+def test_no_lone_surrogate_goes_out_and_other_text_goes_out_as_it_is():
+    raw = mm.serialised({"a\udce9": ["é\ud83d\ude00", {"b": "\ud800"}], "n": 1.5})
+    assert raw.decode() == '{"a\ufffd":["é😀",{"b":"\ufffd"}],"n":1.5}'
+
+
+# ======================================================================================================================
+# 7. Protocols
+# ======================================================================================================================
+
+@pytest.mark.parametrize("provider, think, fields", [
+    ("", None, {}), ("", False, {}), ("llamacpp", None, {"stream_options": {"include_usage": True}, "return_progress": True}),
+    ("dmr", False, {"chat_template_kwargs": {"enable_thinking": False}, "return_progress": True}),
+    ("ollama", False, {"reasoning_effort": "none"}), ("ollama", True, {"reasoning_effort": "medium"}),
+    ("vllm", False, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+    ("deepseek", True, {"thinking": {"type": "enabled"}}), ("openrouter", False, {"reasoning": {"enabled": False}}),
+])
+def test_a_request_has_the_fields_that_its_server_knows(serve, provider, think, fields):
+    server = serve(stream(OK))
+    ask(talk(server, provider, think=think))
+    body = server.arrived().body
+    assert {"model": "m", "messages": [user("hi")], "stream": True}.items() <= body.items()
+    assert fields.items() <= body.items()
+    if not provider:
+        assert set(body) == {"model", "messages", "stream"}
+
+
+def test_a_request_asks_for_no_compression_and_says_what_it_is(serve):
+    server = serve(stream(OK))
+    ask(talk(server))
+    headers = server.arrived().headers
+    assert (headers["accept-encoding"], headers["content-type"]) == ("identity", "application/json")
+
+
+def test_sampling_options_go_out_as_they_are(serve, run_mm, tmp_path):
+    server = serve(reply(200, UNSTREAMED))
+    (tmp_path / "c.yaml").write_text("sampling: {temperature: 0.1, chat_template_kwargs: {a: 1}}\n")
+    result = run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-o", "temperature=5e-1", "-o", "stop=[\"a\", \"b\"]", "-o", "user=5 b", "-o", "empty=",
+                    "-o", "chat_template_kwargs.b=true", "-o", "chat_template_kwargs.c=x=y", "-o", "stream=false", "--no-think", "hi")
+    body = server.arrived().body
+    expected = {"temperature": 0.5, "stop": ["a", "b"], "user": "5 b", "empty": "", "stream": False,
+                "chat_template_kwargs": {"enable_thinking": False, "a": 1, "b": True, "c": "x=y"}}
+    assert {key: body.get(key) for key in expected} == expected
+    assert result.out == "ok\n" and "stream_options" not in body
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_redirect_that_keeps_the_post_is_followed_on_the_same_host(serve, status):
+    server = serve(reply(status, Location="/v2/chat/completions"), stream(OK))
+    assert text(ask(talk(server))) == "ok"
+    assert server.arrived(2).path == "/v2/chat/completions" and server.posts[1].body == server.posts[0].body
+
+
+@pytest.mark.parametrize("status, target", [
+    (301, "/v2/chat/completions"), (302, "/v2/chat/completions"), (303, "/x"), (307, "http://127.0.0.2:9/v1"), (308, "https://other.test/v1?token=hidden"),
+])
+def test_any_other_redirect_is_told_with_its_target(serve, status, target):
+    server = serve(reply(status, Location=target))
+    kind, message = error(ask(talk(server)))
+    assert kind == "not_found" and target.split("?")[0] in message and "hidden" not in message
+    assert len(server.posts) == 1 and not server.gets
+
+
+def test_a_redirect_in_a_circle_ends(serve):
+    server = serve(reply(307, Location="/v1/chat/completions"))
+    assert error(ask(talk(server)))[0] == "not_found" and len(server.posts) < 10
+
+
+@pytest.mark.parametrize("value, seconds", [("7", 7), (" 2 ", 2), ("", None), ("soon", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("-5", None)])
+def test_retry_after_is_seconds_or_a_date(value, seconds):
+    assert mm.retry_after({"Retry-After": value}) == seconds
+
+
+# ======================================================================================================================
+# 8. Tools, 9. The conversation
+# ======================================================================================================================
+
+def test_a_turn_ends_with_done_and_its_fields_are_in_order(serve):
+    server = serve(stream(chunk(reasoning="hm") + chunk("o") + chunk("k") + STOP + sse({"choices": [], "usage": USAGE, "timings": {"prompt_n": 3}})))
+    events = ask(talk(server))
+    assert kinds(events) == ["reasoning", "answer", "answer", "done"]
+    done = events[-1]
+    assert list(done) == ["type", *mm.EVENTS["done"]]
+    assert [done[key] for key in ("finish_reason", "provider", "model", "usage", "timings")] == ["stop", "server", "m", USAGE, {"prompt_n": 3}]
+    assert list(done["seconds"]) == ["first_token", "thinking", "answer", "total"]
+
+
+def test_questions_and_answers_go_back_without_the_thinking(serve):
+    server = serve(stream(chunk(reasoning="hm") + OK))
+    conversation = talk(server, system="be kind")
+    ask(conversation, "one")
+    ask(conversation, "two")
+    assert server.arrived(2).body["messages"] == [
+        {"role": "system", "content": "be kind"}, user("one"), assistant("ok"), user("two")]
+
+
+def test_a_tool_call_is_told_and_refused_and_the_model_goes_on(serve):
+    server = serve(stream(chunk("Let me look. ") + call(index=0, id="a", name="look", arguments='{"q":"red"}') + STOP), stream(OK))
+    events = ask(talk(server))
+    assert kinds(events) == ["answer", "tool_call", "tool_result", "answer", "done"]
+    assert events[1] == {"type": "tool_call", "id": "a", "name": "look", "arguments": {"q": "red"}}
+    assert not events[2]["ok"] and "look" in events[2]["output"]
+    messages = server.arrived(2).body["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["content"] == "Let me look. " and messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"] == "a"
+
+
+@pytest.mark.parametrize("broken", ['{"q": "re', "[1, 2]", '{"q": "a"} {"q"'])
+def test_a_call_with_broken_arguments_does_not_poison_the_history(serve, broken):
+    server = serve(stream(call(index=0, id="a", name="look", arguments=broken) + CALLED), stream(OK))
+    conversation = talk(server)
+    events = ask(conversation) + ask(conversation, "again")
+    assert kinds(events) == ["tool_result", "answer", "done", "answer", "done"] and not events[0]["ok"]
+    for post in server.posts[1:]:
+        assert post.body["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{}"
+        assert post.body["messages"][2]["role"] == "tool" and post.body["messages"][2]["content"]
+
+
+def test_a_call_that_the_token_limit_cut_is_not_run(serve):
+    server = serve(stream(call(index=0, id="a", name="look", arguments="{}") + chunk(finish="length")))
+    events = ask(talk(server))
+    assert kinds(events) == ["notice", "done"] and "max_tokens" in events[0]["message"] and len(server.posts) == 1
+
+
+def test_a_turn_of_calls_alone_stops_at_its_limit(serve):
+    server = serve(stream(call(index=0, id="a", name="look", arguments="{}") + CALLED))
+    events = ask(talk(server, maxSteps=3))
+    assert error(events)[0] == "steps" and "--max-steps" in error(events)[1] and len(server.posts) == 3
+
+
+CUTS = {
+    "a tidy close": stream(chunk("half")), "a reset": stream(chunk("half"), 0.1, "reset"), "a chunk missing": chunked(chunk("half"))[:-1],
+    "a length not reached": [HEAD + b"Content-Length: 999\r\n\r\n" + chunk("half")], "an error event": stream(chunk("half") + sse({"error": "slot lost"})),
+    "a chunk of no size": [HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + chunk("half")],
+    "headers alone": [HEAD + b"Transfer-Encoding: chunked\r\n\r\n"], "no bytes": [b""], "another protocol": [b"SSH-2.0-X\r\n"],
+    "an empty body": reply(200),
+}
+
+
+@pytest.mark.parametrize("script", CUTS.values(), ids=CUTS)
+def test_a_stream_that_breaks_is_asked_for_once_more(serve, script):
+    server = serve(script, stream(chunk("The whole.") + STOP))
+    conversation = talk(server)
+    events = ask(conversation)
+    assert kinds(events)[-3:] == ["retry", "answer", "done"] and error(events) is None
+    assert conversation.history == [user("hi"), assistant("The whole.")]
+    assert len(server.posts) == 2 and server.posts[0].body == server.posts[1].body
+
+
+@pytest.mark.parametrize("script", CUTS.values(), ids=CUTS)
+def test_a_stream_that_breaks_twice_ends_the_turn_and_keeps_the_text(serve, script):
+    server = serve(script, script, stream(OK))
+    conversation = talk(server)
+    events = ask(conversation)
+    assert error(events)[0] in ("interrupted", "protocol", "server") and "start" not in error(events)[1]
+    assert len(server.posts) == 2 and kinds(events)[-1] == "done"
+    ask(conversation, "go on")
+    roles = server.roles(3)
+    assert roles == (["user", "assistant", "user"] if "half" in text(events) else ["user"])
+
+
+@pytest.mark.parametrize("first, restartable, retries, asked", [
+    (stream(chunk("half")), True, 1, 2), (stream(chunk("half")), True, 0, 1), (stream(chunk("half")), True, 3, 4),
+    (stream(chunk("half")), False, 1, 1), (stream(chunk(reasoning="half")), False, 1, 2),
+    (stream(chunk("whole") + STOP + sse({"error": "late"})), True, 1, 1),
+])
+def test_how_often_a_broken_stream_is_asked_for(serve, first, restartable, retries, asked):
+    server = serve(first)
+    assert error(ask(talk(server, restartable=restartable, retries=retries)))
+    assert len(server.posts) == asked
+
+
+@pytest.mark.parametrize("refusal, asked, kind", [
+    (reply(503, {"error": {"message": "Loading model"}}, Retry_After=0), 3, None),
+    (reply(429, {"error": "slow down"}, Retry_After=0), 2, "rate_limited"),
+    (reply(429, {"error": "slow down"}, Retry_After=3600), 1, "rate_limited"), (reply(502, Retry_After=0), 2, "server"),
+    (reply(504, Retry_After=0), 2, "server"), (reply(500, {"error": {"message": "compute failed"}}), 1, "server"),
+    (reply(400, {"error": "bad temperature"}), 1, "server"), (reply(401), 1, "auth"), (reply(404), 1, "not_found"),
+])
+def test_a_refusal_is_tried_again_only_where_that_can_help(serve, refusal, asked, kind):
+    server = serve(refusal, refusal, stream(OK))
+    events = ask(talk(server, "llamacpp"))
+    assert (len(server.posts), error(events) and error(events)[0]) == (asked, kind)
+
+
+def test_a_retry_after_is_waited_for(serve):
+    server = serve(reply(429, {"error": "slow down"}, Retry_After=1), stream(OK))
+    waited = [event["seconds"] for event in talk(server).ask("hi") if event["type"] == "waiting"]
+    assert len(server.posts) == 2 and max(waited) > 0.7
+
+
+def test_a_model_that_never_finishes_loading_is_given_up_in_time(serve):
+    server = serve([0.1, *reply(503, {"error": {"message": "Loading model"}}, Retry_After=0)])
+    events = ask(talk(server, firstTokenTimeout=0.4))
+    assert "Loading model" in error(events)[1] and kinds(events).count("retry") == 1 and len(server.posts) > 2
+
+
+@pytest.mark.parametrize("refusal", [
+    reply(400, {"object": "error", "message": "unknown field: stream_options", "code": 400}),
+    reply(422, {"detail": [{"loc": ["body", "stream_options"], "msg": "not permitted"}]}),
+])
+def test_an_optional_field_that_is_refused_is_left_out_from_then_on(serve, refusal):
+    server = serve(refusal, stream(OK))
+    conversation = talk(server, "vllm")
+    assert text(ask(conversation) + ask(conversation)) == "okok"
+    assert ["stream_options" in post.body for post in server.posts] == [True, False, False]
+
+
+def test_a_think_switch_that_is_refused_is_left_out_and_told(serve):
+    server = serve(reply(400, {"error": {"message": '"m" does not support thinking'}}), stream(OK))
+    events = ask(talk(server, "ollama", think=True))
+    assert kinds(events) == ["notice", "answer", "done"] and "reasoning_effort" in events[0]["message"]
+    assert ["reasoning_effort" in post.body for post in server.posts] == [True, False]
+
+
+@pytest.mark.parametrize("body, kind, tokens", [
+    (chunk(reasoning="a") + chunk(reasoning="b") + chunk(finish="length"), "notice", ["2 tokens", "max_tokens", "--no-think"]),
+    (chunk(reasoning="a") + chunk(finish="length") + sse({"usage": {"completion_tokens_details": {"reasoning_tokens": 1812}}}), "notice", ["1,812 tokens"]),
+    (chunk(finish="length"), "notice", ["max_tokens"]), (chunk(reasoning="a") + STOP, "error", ["1 token", "--no-think"]),
+    (chunk(" \n") + STOP, "error", ["no answer"]), (STOP, "error", ["no answer"]),
+    (OK.replace(b'"stop"', b'"length"'), "notice", ["cut", "max_tokens"]),
+    (OK.replace(b'"stop"', b'"content_filter"'), "notice", ["cut", "filter"]),
+])
+def test_an_empty_or_cut_answer_is_explained(serve, body, kind, tokens):
+    server = serve(stream(body), stream(OK))
+    conversation = talk(server)
+    said = [event for event in ask(conversation) if event["type"] in ("notice", "error")]
+    assert [event["type"] for event in said] == [kind] and all(token in said[0]["message"] for token in tokens), said
+    ask(conversation, "again")
+    assert server.roles(2) == (["user"] if b'"ok"' not in body else ["user", "assistant", "user"])
+
+
+def test_a_prompt_that_the_server_cut_without_a_word_is_noticed(serve):
+    server = serve(stream(chunk("ok") + STOP + sse({"choices": [], "usage": {"prompt_tokens": 150}}) + DONE))
+    conversation = talk(server)
+    assert kinds(ask(conversation, "word " * 200)) == ["answer", "done"]
+    notice = ask(conversation, "word " * 9000)[-2]
+    assert notice["type"] == "notice" and "150" in notice["message"]
+
+
+def test_what_broke_off_stays_and_roles_alternate_after_it(serve):
+    server = serve(reply(500, {"error": "no"}), stream(chunk(reasoning="hm") + chunk("Point 1.")), stream(OK))
+    conversation = talk(server, retries=0)
+    for question in ("one", "two", "three"):
+        ask(conversation, question)
+    assert server.arrived(3).body["messages"] == [user("one\n\ntwo"), assistant("Point 1."), user("three")]
+
+
+def test_two_conversations_at_once_do_not_mix(serve):
+    first, second = threading.Event(), threading.Event()
+    scripts = stream(chunk("a"), first, chunk("a") + STOP), stream(chunk("b"), second, chunk("b") + STOP)
+    turns = [talk(serve(script)).ask("hi") for script in scripts]
+    for turn in turns:
+        while next(turn)["type"] != "answer":
+            pass
+    second.set()
+    first.set()
+    assert [text(turn) for turn in turns] == ["a", "b"]
+
+
+# ======================================================================================================================
+# 11. Display
+# ======================================================================================================================
+
+THOUGHT = stream(chunk(reasoning="hm "), chunk(reasoning="so"), chunk("The "), chunk("answer.") + STOP + DONE)
+
+
+@pytest.mark.parametrize("options, err", [([], "hm so\n"), (["-R"], ""), (["-q"], "hm so\n"), (["-q", "--hide-thinking"], "")])
+def test_a_pipe_gets_the_answer_alone_and_stderr_the_thinking_as_plain_text(serve, run_mm, options, err):
+    result = run_mm(*at(serve(THOUGHT)), *options, "hi")
+    assert (result.code, result.out, result.err) == (0, "The answer.\n", err)
+
+
+@pytest.mark.parametrize("answer, out", [("a\n\nb\n", "a\n\nb\n"), ("  a  ", "  a  \n"), ("\x1b[31mred\x07\r\n", "\x1b[31mred\x07\r\n")])
+def test_a_pipe_gets_the_text_as_it_is_and_a_newline_at_its_end(serve, run_mm, answer, out):
+    assert run_mm(*at(serve(stream(chunk(answer) + STOP))), "hi").raw == out.encode()
+
+
+def test_a_pipe_never_gets_a_second_beginning(serve, run_mm):
+    result = run_mm(*at(serve(stream(chunk("The half")), stream(OK))), "hi")
+    assert (result.code, result.out) == (1, "The half\n") and result.err
+
+
+def test_json_events_are_one_object_a_line(serve, run_mm):
+    result = run_mm(*at(serve(THOUGHT)), "--json", "hi")
+    assert result.events[:-1] == [{"type": "reasoning", "text": "hm "}, {"type": "reasoning", "text": "so"},
+                                  {"type": "answer", "text": "The "}, {"type": "answer", "text": "answer."}]
+    assert result.events[-1]["type"] == "done" and result.err == ""
+    assert kinds(run_mm(*at(serve(THOUGHT)), "--json", "-R", "hi").events) == ["answer", "answer", "done"]
+
+
+def test_json_tells_errors_as_events_too(serve, run_mm):
+    result = run_mm(*at(serve(reply(401))), "--json", "hi")
+    assert (result.code, kinds(result.events), result.events[0]["kind"]) == (1, ["error", "done"], "auth")
+    result = run_mm("--json", "--retries", "x", "hi")
+    assert (result.code, [event["kind"] for event in result.events]) == (2, ["config"])
+
+
+def plain(shown):
+    """Terminal output without styles and what readline sends."""
+    return re.sub(r"\x1b\[[\d;]*m|\x1b\[\?2004[hl]\r?", "", shown)
+
+
+def test_a_terminal_shows_thinking_and_then_the_answer(serve, terminal):
+    screen = terminal(*at(serve(THOUGHT)), "hi")
+    assert screen.code() == 0
+    assert plain(screen.shown) == "💭 hm so\r\n🤖 The answer.\r\n"
+    assert "\x1b[2;3mhm \x1b[0m" in screen.shown and screen.shown.endswith("The answer.\r\n")
+
+
+def test_thinking_that_resumes_after_text_gets_a_block_of_its_own(serve, terminal):
+    screen = terminal(*at(serve(stream(chunk(reasoning="a\n\n"), chunk("\n\nb\n"), chunk(reasoning="c"), chunk("d") + STOP))), "hi", env={"NO_COLOR": "1"})
+    screen.code()
+    assert screen.shown == "💭 a\r\n🤖 b\r\n💭 c\r\n🤖 d\r\n"
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_color_and_a_dumb_terminal_mean_no_styling(serve, terminal, env):
+    screen = terminal(*at(serve(THOUGHT, reply(401))), "hi", env=env)
+    assert screen.code() == 0 and screen.shown == "💭 hm so\r\n🤖 The answer.\r\n"
+    assert "\x1b" not in terminal("--retries", "x", "hi", env=env).expect("retries")
+
+
+def progress(processed):
+    return sse({"choices": [{"delta": {"role": "assistant", "content": None}}], "prompt_progress": {"total": 210, "cache": 10, "processed": processed}})
+
+
+@pytest.mark.parametrize("options, steps, status", [
+    ([], [progress(10), progress(92)], "reading the prompt 41 %"), ([], [], "1 s"), (["-R"], [chunk(reasoning="secret")] * 2, "thinking"),
+])
+def test_the_status_line_tells_what_is_waited_for_and_is_wiped(serve, terminal, options, steps, status):
+    on = threading.Event()
+    screen = terminal(*at(serve(stream(*steps, on, progress(210), OK))), *options, "hi")
+    screen.expect(status)
+    on.set()
+    assert screen.code() == 0 and "secret" not in screen.shown and plain(screen.shown).endswith("\r\x1b[K🤖 ok\r\n")
+
+
+@pytest.mark.parametrize("args", [["-q"], []])
+def test_quiet_and_a_pipe_get_no_status_line(serve, terminal, args):
+    screen = terminal(*at(serve(stream(progress(10), progress(92), 0.1, OK))), *args, "hi", redirect='<"$TTY" >"$TTY" 2>' + ("err" if not args else '&1'))
+    screen.code()
+    assert screen.shown == "🤖 ok\r\n"
+
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x1b]52;c;ZXZpbA==\x1b\\\x9b31m\x9d0;x\x9c\x08\x08\x7f\x00over\rwrite\ttab"
+
+
+def obeyed(shown):
+    """What a terminal would have obeyed in this output, beside mm's own styles and its wiping of the status line."""
+    shown = re.sub(r"\x1b\[(0|2|31|2;3)m|\r\x1b\[K|\r\n", "", shown)
+    return re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+
+
+@pytest.mark.parametrize("script", [
+    stream(chunk(reasoning=EVIL), chunk(EVIL) + STOP), stream(*[chunk(character) for character in EVIL], STOP),
+    stream(chunk(EVIL) + sse({"error": {"message": EVIL}})), reply(400, {"error": {"message": EVIL}}), reply(404, EVIL.encode()),
+    stream(call(index=0, id=EVIL, name=EVIL, arguments=json.dumps({"q": EVIL})) + STOP),
+    reply(200, b"<html><title>" + EVIL.encode() + b"</title>"), reply(302, Location="/\x9b31m"),
+], ids=["text", "split", "an error in the stream", "a refusal", "a plain refusal", "a tool call", "a page", "a redirect"])
+def test_a_terminal_obeys_nothing_that_a_server_sends(serve, terminal, script):
+    screen = terminal(*at(serve(script)), "--max-steps", "1", "--retries", "0", "hi")
+    screen.code()
+    assert obeyed(screen.shown) == [] and len(screen.shown) > 5
+
+
+def test_a_terminal_obeys_nothing_in_a_model_s_name(serve, terminal):
+    server = serve(stream(OK), models=[EVIL + "m", "n"])
+    for args in (["--models"], ["hi"]):
+        screen = terminal("--url", server.url, *args)
+        screen.code()
+        assert obeyed(screen.shown) == [] and "tab" in screen.shown
+
+
+@pytest.mark.parametrize("env, expected", [
+    ({"PYTHONIOENCODING": "ascii"}, b"caf? ? done\n"), ({"PYTHONIOENCODING": "latin-1"}, b"caf\xe9 ? done\n"),
+    ({"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "café 🎉 done\n".encode()),
+    ({"LC_ALL": "C", "LANG": "C"}, "café 🎉 done\n".encode()),
+])
+def test_output_never_raises_for_a_character(serve, run_mm, env, expected):
+    server = serve(stream(chunk(reasoning="🎉"), chunk("café "), chunk("🎉 done") + STOP))
+    result = run_mm(*at(server), "na\u00efve – ✓", env=env)
+    assert (result.code, result.raw) == (0, expected)
+    assert server.arrived().body["messages"] == [user("na\u00efve – ✓")]
+    assert text(run_mm(*at(server), "--json", "hi", env=env).events) == "café 🎉 done"
+
+
+def test_a_closed_pipe_ends_mm_quietly(serve, start_mm):
+    server = serve(stream(chunk("first\n"), (chunk("more\n") * 50, 0.01)))
+    process = start_mm(*at(server), "hi")
+    assert process.stdout.readline() == b"first\n"
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(PATIENCE) in (0, 1, 141)
+    server.gone()
+
+
+@pytest.mark.parametrize("redirect", [">&-", ">&- 2>&-", "<&-"])
+def test_closed_streams_are_no_fault(serve, run_mm, redirect):
+    result = run_mm(*at(serve(stream(OK))), "hi", redirect=redirect)
+    assert (result.code, result.err) == (0, "") and result.out == ("ok\n" if redirect == "<&-" else "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_full_disk_is_one_line(serve, run_mm, option):
+    result = run_mm(*at(serve(stream(OK))), *option, "hi", redirect=">/dev/full")
+    assert result.code == 1 and result.err.count("\n") == 1 and "No space" in result.err
+
+
+def test_stats_are_a_line_after_the_answer(serve, run_mm):
+    usage = {"prompt_tokens": 3412, "completion_tokens": 90, "prompt_tokens_details": {"cached_tokens": 3390}}
+    result = run_mm(*at(serve(stream(chunk("ok") + STOP + sse({"choices": [], "usage": usage}) + DONE))), "--stats", "hi")
+    assert result.out == "ok\n" and all(figure in result.err for figure in ("3,412", "3,390", "90 tok"))
+
+
+def test_ctrl_c_in_one_shot_gives_130_and_leaves_the_terminal_as_it_was(serve, terminal):
+    server = serve(stream(chunk("half"), "hang"))
+    screen = terminal(*at(server), "hi")
+    screen.expect("half")
+    screen.send("\x03")
+    assert screen.code() == 130 and "Traceback" not in screen.shown and plain(screen.shown).endswith("\r\n")
+    assert termios.tcgetattr(screen.slave) == screen.attributes
+    server.gone()
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("script", [["hang"], stream(chunk("half"), "hang")], ids=["waiting", "answering"])
+def test_a_signal_ends_a_run_without_a_traceback(serve, start_mm, script, number, code):
+    server = serve(script)
+    process = start_mm(*at(server), "--json", "hi")
+    server.arrived()
+    if len(script) > 1:
+        process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code and b"Traceback" not in err
+    server.gone()
+
+
+# ======================================================================================================================
+# 12. The REPL
+# ======================================================================================================================
+
+@pytest.fixture
+def repl(serve, terminal):
+    """A REPL at its first prompt; -> (server, terminal)."""
+    def start(*scripts, args=(), **how):
+        server = serve(*scripts, models=["m", "n"])
+        screen = terminal(*at(server), *args, **how)
+        screen.prompt()
+        return server, screen
+    return start
+
+
+def question(server, number=1):
+    return server.arrived(number).body["messages"][-1]["content"]
+
+
+def test_a_conversation_goes_back_to_the_model_and_ends_at_ctrl_d(repl, tmp_path):
+    server, screen = repl(THOUGHT)
+    assert plain(screen.shown).endswith("\n> ") and "m" not in screen.shown.rpartition("\n")[2]  # no colours: readline counts them
+    for word in ("one", "two"):
+        screen.send(word + "\r")
+        screen.expect("The answer.")
+        screen.prompt()
+    assert server.arrived(2).body["messages"] == [user("one"), assistant("The answer."), user("two")]
+    screen.send("\x04")
+    assert screen.code() == 0 and termios.tcgetattr(screen.slave) == screen.attributes
+    history = tmp_path / ".local/state/mm/history"
+    assert history.read_text().split("\n")[-3:] == ["one", "two", ""]
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("command", ["/bye", "/exit", "/quit"])
+def test_a_command_leaves(run_mm, serve, command):
+    server = serve(stream(OK))
+    result = run_mm(*at(server), "-i", stdin=f"one\n{command}\ntwo\n")
+    assert result.code == 0 and question(server) == "one" and len(server.posts) == 1
+
+
+@pytest.mark.parametrize("script, marks", [
+    (["hang"], []), (stream("hang"), []), (stream(chunk(reasoning="hm"), "hang"), ["hm"]), (stream(chunk(reasoning="hm"), chunk("half"), "hang"), ["hm", "half"]),
+], ids=["before the headers", "before a token", "thinking", "answering"])
+def test_ctrl_c_stops_the_answer_and_the_prompt_comes_back(repl, script, marks):
+    server, screen = repl(script, script, stream(OK))
+    for number, word in ((1, "one"), (2, "two")):
+        screen.send(word + "\r")
+        server.arrived(number)
+        for mark in marks:
+            screen.expect(mark)
+        screen.send("\x03")
+        screen.prompt()
+        server.gone(number)
+    screen.send("three\r")
+    screen.expect("ok")
+    partial = [assistant("half")] if "half" in marks else []
+    expected = [user("one"), *partial, user("two"), *partial, user("three")] if partial else [user("one\n\ntwo\n\nthree")]
+    assert server.arrived(3).body["messages"] == expected
+
+
+def test_ctrl_c_twice_and_at_the_empty_prompt_does_not_leave(repl):
+    server, screen = repl(stream(chunk("half"), "hang"), stream(OK))
+    screen.send("one\r")
+    screen.expect("half")
+    screen.send("\x03\x03")
+    screen.prompt()
+    for _ in range(2):
+        screen.send("\x03")
+        screen.prompt()
+    screen.send("half typed\x03")
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+    assert question(server, 2) == "two"
+
+
+@pytest.mark.parametrize("keys, asked", [
+    (['"""first', "  second", "", 'last"""'], "first\n  second\n\nlast"), (['"""', "first", '"""'], "first"),
+    (["first\\", "second\\", "third"], "first\nsecond\nthird"), (["\x1b[200~first\nsecond\n\nlast\x1b[201~"], "first\nsecond\n\nlast"),
+    (["na\u00efve ✓ 🎉"], "na\u00efve ✓ 🎉"), ([" /help me"], "/help me"), (["x" * 5000 + "END"], "x" * 5000 + "END"),
+], ids=["a block", "a block, its quotes alone", "backslashes", "a bracketed paste", "UTF-8", "a space and a command", "a long line"])
+def test_what_is_typed_is_one_question(repl, keys, asked):
+    server, screen = repl(stream(OK))
+    for line in keys[:-1]:
+        screen.send(line + "\r")
+        screen.expect(". ")
+    screen.send(keys[-1] + "\r")
+    screen.expect("ok")
+    assert question(server).strip() == asked and len(server.posts) == 1
+
+
+@pytest.mark.parametrize("how", [{"env": {"TERM": "dumb"}}, {"redirect": '<"$TTY" >out 2>"$TTY"'}], ids=["dumb", "stdout is a file"])
+@pytest.mark.parametrize("keys, asked", [("first\nsecond\n\nlast\n", "first\nsecond\n\nlast"), (b"caf\xe9\nend\n", "caf\ufffd\nend")])
+def test_pasted_lines_are_one_question_without_bracketed_paste(serve, terminal, how, keys, asked):
+    server = serve(stream(OK))
+    screen = terminal(*at(server), "-i", "first", **how)
+    server.arrived()
+    screen.take(0.3)
+    screen.send(keys)
+    assert question(server, 2) == asked or "env" in how and question(server, 2) == asked.replace("\ufffd", "")  # readline drops it
+
+
+def test_a_line_that_the_terminal_would_cut_is_whole_or_warned_about_where_it_is_seen(serve, terminal):
+    server = serve(stream(OK))
+    screen = terminal(*at(server), "-i", redirect='<"$TTY" >out 2>"$TTY"')
+    screen.take(0.5)
+    screen.send("x" * 5000 + "END\n")
+    if not question(server).endswith("END"):
+        screen.expect("4,095")
+
+
+@pytest.mark.parametrize("lines, expected", [
+    (["/model n", "hi"], [("n", [user("hi")])]), (["one", "/clear", "two"], [("m", [user("one")]), ("m", [user("two")])]),
+    (["/system be kind", "one", "/system -", "two"],
+     [("m", [{"role": "system", "content": "be kind"}, user("one")]), ("m", [user("one"), assistant("ok"), user("two")])]),
+    (["/clearly wrong", "hi"], [("m", [user("hi")])]),
+    (["/usr/bin/python fails, why?", "", "  "], [("m", [user("/usr/bin/python fails, why?")])]),
+])
+def test_commands_change_what_is_asked(serve, run_mm, lines, expected):
+    server = serve(stream(OK))
+    assert run_mm(*at(server), "-i", stdin="\n".join(lines) + "\n").code == 0
+    assert [(post.body["model"], post.body["messages"]) for post in server.posts] == expected
+
+
+@pytest.mark.parametrize("state, sent", [("on", {"enable_thinking": True}), ("off", {"enable_thinking": False}), ("auto", None)])
+def test_think_switches_the_thinking(serve, run_mm, state, sent):
+    server = serve(stream(OK))
+    run_mm("-p", "llamacpp", *at(server), "--think", "-i", stdin=f"/think {state}\nhi\n")
+    assert server.arrived().body.get("chat_template_kwargs") == sent
+
+
+@pytest.mark.parametrize("lines, tokens", [
+    (["/help"], ["/clear", "/model", "/models", "/think", "/show", "/system", "/stats", "/bye"]), (["/?"], ["/clear", "/stats"]),
+    (["/models"], ["* m", "  n"]), (["/model"], ["m"]), (["/system"], ["none"]),
+    (["/stats", "hi", "/stats"], ["nothing", "ok", "s in all"]), (["/think maybe"], ["on, off"]),
+    (["/nonsense"], ["/nonsense", "/help"]),
+])
+def test_commands_say(serve, run_mm, lines, tokens):
+    out = run_mm(*at(serve(stream(OK), models=["m", "n"])), "-i", stdin="\n".join(lines) + "\n").out
+    places = [out.find(token) for token in tokens]
+    assert -1 not in places and places == sorted(places), out
+
+
+def test_show_hides_and_shows_the_thinking(repl):
+    server, screen = repl(THOUGHT)
+    for command, seen in (("/show off", False), ("/show on", True)):
+        screen.send(command + "\r")
+        screen.prompt()
+        screen.send("hi\r")
+        assert ("hm" in screen.expect("The answer.")) == seen
+        screen.prompt()
+
+
+def test_the_repl_goes_on_after_an_error_and_starts_with_the_question_of_i(serve, terminal):
+    server = serve(reply(500, {"error": "slot lost"}), stream(OK))
+    screen = terminal(*at(server), "-i", "one")
+    screen.expect("slot lost")
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+    assert server.arrived(2).body["messages"] == [user("one\n\ntwo")]
+
+
+def test_a_history_file_that_cannot_be_written_or_read_is_no_fault(repl, tmp_path):
+    (tmp_path / ".local").write_text("a file where a folder should be")
+    server, screen = repl(stream(OK))
+    screen.send("hi\r")
+    screen.expect("ok")
+    screen.prompt()
+    screen.send("\x04")
+    assert screen.code() == 0 and "Traceback" not in screen.shown
+
+
+@pytest.mark.parametrize("answering", [False, True])
+def test_sigterm_leaves_the_terminal_as_it_was(repl, answering):
+    server, screen = repl(stream(chunk("half"), "hang"))
+    if answering:
+        screen.send("hi\r")
+        screen.expect("half")
+    screen.process.terminate()
+    assert screen.code() == 143 and termios.tcgetattr(screen.slave) == screen.attributes
+    assert "Traceback" not in screen.shown
+
+
+# ======================================================================================================================
+# 13. Demo and replay
+# ======================================================================================================================
+
+def test_the_demo_needs_no_server_and_says_that_it_is_scripted(run_mm):
+    result = run_mm("--demo", "--json", "who are you?", env={"http_proxy": "http://127.0.0.1:1"})
+    assert result.code == 0 and "who are you?" in text(result.events, "reasoning") and "script" in text(result.events)
+    assert "script" in result.events[0]["message"] and result.events[-1]["provider"] == "demo"
+    assert [event["processed"] for event in result.events if event["type"] == "progress"]
+
+
+def test_a_replay_of_several_streams_shows_each(run_mm, tmp_path):
+    (tmp_path / "tap").write_bytes(OK.replace(b'"ok"', b'"one "') + OK.replace(b'"ok"', b'"two"'))
+    result = run_mm("--replay", "tap")
+    assert (result.code, result.out) == (0, "one two\n")
+
+
+@pytest.mark.parametrize("body, code", [(chunk("half"), 1), (b"", 1), (sse({"error": "slot lost"}), 1), (OK, 0)])
+def test_a_replay_has_the_exit_code_of_its_stream(run_mm, tmp_path, body, code):
+    (tmp_path / "tap").write_bytes(body)
+    result = run_mm("--replay", "tap")
+    assert (result.code, result.err.count("\n")) == (code, code)
+
+
+# ======================================================================================================================
+# 14. The command line
+# ======================================================================================================================
+
+@pytest.mark.parametrize("words, stdin, redirect, asked", [
+    (["why", "is", "it?"], None, "", "why is it?"), (["sum up"], "line 1\nline 2\n", "", "sum up\n\nline 1\nline 2"),
+    ([], "only stdin\n", "", "only stdin"), (["hi"], "", "", "hi"), (["hi"], " \n\n", "", "hi"), (["hi"], None, "<&-", "hi"),
+    (["hi"], None, "</dev/null", "hi"), (["hi"], b"\xef\xbb\xbfcaf\xc3\xa9", "", "hi\n\ncafé"),
+    (["hi"], b"caf\xe9", "", "hi\n\ncaf\ufffd"), (["hi"], b"a\0b", "", "hi\n\na\ufffdb"),
+    (["hi"], "größe".encode("utf-16"), "", "hi\n\ngröße"), ([b"caf\xe9 \xc3\xa9"], None, "", "caf\ufffd \u00e9"),
+    (["--", "-x is what?"], None, "", "-x is what?"), (["why", "-q", "is", "it?"], None, "", "why is it?"), ([], "x" * 200000, "", "x" * 200000),
+])
+def test_the_question_is_made_of_words_and_stdin(serve, run_mm, words, stdin, redirect, asked):
+    server = serve(stream(OK))
+    result = run_mm(*at(server), *words, stdin=stdin, redirect=redirect)
+    assert (result.code, result.out) == (0, "ok\n")
+    assert question(server) == asked
+    assert ("UTF-8" in result.err) == (isinstance(stdin, bytes) and "\ufffd" in asked)
+
+
+def test_files_are_added_named_and_fenced(serve, run_mm, tmp_path):
+    (tmp_path / "a.txt").write_text("alpha\n")
+    (tmp_path / "b.md").write_text("```\ncode\n```\n")
+    (tmp_path / "c.bin").write_bytes(b"caf\xe9")
+    server = serve(stream(OK))
+    result = run_mm(*at(server), "-f", "a.txt", "--file", "b.md", "-f", "c.bin", "compare", stdin="piped")
+    asked = question(server)
+    places = [asked.index(part) for part in ("compare", "a.txt", "alpha", "b.md", "````\n```\ncode\n```\n````", "c.bin", "caf\ufffd", "piped")]
+    assert places == sorted(places) and "c.bin" in result.err
+
+
+def test_no_question_at_all_is_wrong_usage(serve, run_mm):
+    server = serve(stream(OK))
+    for stdin in ("", "\n"):
+        result = run_mm(*at(server), stdin=stdin)
+        assert (result.code, result.err.count("\n"), len(server.posts)) == (2, 1, 0)
+
+
+def test_the_system_prompt_is_sent_and_an_empty_one_unsets_the_config_s(serve, run_mm, tmp_path):
+    (tmp_path / "c.yaml").write_text("system: from the file\n")
+    server = serve(stream(OK))
+    for option in ([], ["-s", "be kind"], ["-s", ""]):
+        run_mm("--config", "c.yaml", *at(server), *option, "--no-save", "--max-steps", "3", "hi")
+    assert [post.body["messages"][:-1] for post in server.posts] == [
+        [{"role": "system", "content": "from the file"}], [{"role": "system", "content": "be kind"}], []]
+
+
+def test_blank_variables_are_the_same_as_none(serve, run_mm):
+    blank = dict.fromkeys(["MM_PROVIDER", "MM_MODEL", "MM_API_KEY", "MM_CONFIG", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "http_proxy", "HOME"], "")
+    server = serve(stream(OK))
+    result = run_mm("hi", env={**blank, "MM_BASE_URL": f" {server.url} "})
+    assert (result.code, result.out) == (0, "ok\n") and "authorization" not in server.arrived().headers
+
+
+def test_check_says_what_would_be_used_and_whether_it_answers(serve, run_mm, tmp_path):
+    (tmp_path / "c.yaml").write_text("model: n\n")
+    server = serve(models=["m", "n"])
+    result = run_mm("--check", "--url", server.url, "--config", "c.yaml")
+    assert result.code == 0 and not server.posts
+    assert all(token in result.out for token in (server.url, "n", "2 models", "c.yaml", "MM_API_KEY"))
+    server.close()
+    result = run_mm("--check", "--url", server.url, "-m", "zzz")
+    assert result.code == 1 and server.url in result.out and "zzz" in result.out
+
+
+def test_models_lists_the_server_s_models(serve, run_mm):
+    server = serve(models=["m", "n"])
+    result = run_mm("--models", "--url", server.url)
+    assert (result.code, result.out) == (0, "m\nn\n")
+    server.close()
+    result = run_mm("--models", "--url", server.url)
+    assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
+
+
+@pytest.mark.parametrize("script, code", [
+    (stream(OK), 0), (reply(500), 1), (stream(chunk("half")), 1), (stream(STOP), 1), (stream(chunk(reasoning="a") + chunk(finish="length")), 1),
+    (stream(chunk("cut") + chunk(finish="length")), 0),
+])
+def test_the_exit_code_says_whether_there_is_an_answer(serve, run_mm, script, code):
+    result = run_mm(*at(serve(script)), "--retries", "0", "hi")
+    assert result.code == code and (code == 0 or result.err.count("\n") >= 1)
+
+
+def test_limits_of_the_command_line_reach_the_watchdog(serve, run_mm):
+    result = run_mm(*at(serve(stream(chunk("a"), "hang"))), "--watchdog", "0.3", "--json", "hi")
+    assert (result.code, kinds(result.events), result.events[1]["kind"]) == (1, ["answer", "error", "done"], "stalled")
+    assert run_mm(*at(serve(["hang"])), "--first-token", "0.3", "--json", "hi").events[0]["kind"] == "stalled"
+
+
+def test_help_and_version_tell_of_what_works(run_mm):
+    result = run_mm("--help")
+    assert result.code == 0 and all(option in result.out for option in ("--provider", "--replay", "--check", "llamacpp", "130"))
+    assert not any(option in result.out for option in ("--yes", "--continue", "--resume", "--sessions", "--template-of", "--max-steps"))
+    assert run_mm("--version").out.split() == ["mm", mm.__version__]
