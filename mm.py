@@ -67,11 +67,12 @@ class MMError(Exception):
 
     again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call once more, "loading" wait
     until the model is loaded, "busy" the same call after `wait` seconds, "field:NAME" the call without that optional field.
+    window: the context in tokens, where an overflow names it.
     """
 
-    def __init__(self, kind, message, again="", wait=0.0):
+    def __init__(self, kind, message, again="", wait=0.0, window=0):
         super().__init__(message)
-        self.kind, self.message, self.again, self.wait = kind, message, again, wait
+        self.kind, self.message, self.again, self.wait, self.window = kind, message, again, wait, window
 
 
 SETTINGS = {  # key in the config file: (kind, default)
@@ -534,7 +535,7 @@ def overflow(said, shape):
     prompt, window = number(OVERFLOW_PROMPT, "n_prompt_tokens"), number(OVERFLOW_WINDOW, "n_ctx")
     if prompt and window:
         return MMError("overflow", f"the prompt has {prompt:,} tokens and the context holds {window:,}: "
-                                   "ask for less, or start the server with a larger context")
+                                   "ask for less, or start the server with a larger context", window=window)
     return MMError("overflow", compose(said, "", "ask for less, or start the server with a larger context"))
 
 
@@ -599,7 +600,7 @@ def show_url(url):
 # ======================================================================================================================
 
 USAGE = {"stream_options": {"include_usage": True}}
-LLAMA_FIELDS = {**USAGE, "return_progress": True}
+LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}
 EFFORT = {"on": {"reasoning_effort": "medium"}, "off": {"reasoning_effort": "none"}}
 TEMPLATE_SWITCH = {"on": {"chat_template_kwargs": {"enable_thinking": True}},
                    "off": {"chat_template_kwargs": {"enable_thinking": False}}}
@@ -1474,6 +1475,10 @@ class ModelCall:
 
     def stop(self):
         self.stopped = True
+        self.wake()
+
+    def wake(self):
+        """Makes the iteration give a `waiting` now; like stop(), safe in a signal handler."""
         self.box.put(("waiting", 0.0))
 
     def read(self):
@@ -1614,10 +1619,15 @@ class ChatCompletions:
     def __init__(self, backend):
         self.backend = backend
 
-    def body(self, history, system, sampling, think, refused):
-        """The request body as a dict. think: True, False or None (as the server likes); refused: optional fields left out."""
+    def body(self, history, system, tools, sampling, think, refused):
+        """The request body as a dict.
+
+        tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes); refused: optional fields
+        that are left out.
+        """
         entry = self.backend.entry
-        body = {"model": self.backend.model, "messages": to_messages(history, system), "stream": True, **entry["fields"]}
+        body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
+                "messages": to_messages(history, system), "stream": True, **entry["fields"]}
         if think is not None:
             body = merged(body, entry["thinking"].get("on" if think else "off", {}))
         body = merged({key: value for key, value in body.items() if key not in refused}, sampling)
@@ -1639,6 +1649,20 @@ class ChatCompletions:
                 yield from deltas(Tap(body_pieces(response), tap, notice), self.backend, url)
         except (OSError, HTTPException, HTTPError, ValueError) as error:
             raise explain_exception(error, self.backend, proxy, answered) from error
+
+    def end_thinking(self, its_id):
+        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Blocks for PROBE_SECONDS at most."""
+        body = serialised({"id": its_id, "action": "reasoning_end"})
+        line = Line()
+        try:
+            session, _ = open_session(line, self.backend.url)
+            with session, session.post(self.backend.endpoint("chat/completions/control"), data=body, timeout=PROBE_SECONDS,
+                                       headers={**self.backend.headers(), "Content-Type": "application/json"}) as response:
+                return response.status_code == 200 and response.json().get("success") is True
+        except (OSError, ValueError, AttributeError):
+            return False
+        finally:
+            line.hang_up()
 
     def post(self, session, url, body, redirects=3):
         """requests follows 301 and 302 with a GET, and to any host with the key: here only what keeps the POST and the host."""
@@ -1688,14 +1712,304 @@ def retry_after(headers):
 # ======================================================================================================================
 # 8. Tools
 #
-# What a model may call. mm has no tools yet: a call is refused, and the model is told, so that the turn can go on.
+# What a model may call: four tools of mm's own and the commands of the config file, each a row: what the model is told, and
+# a function. A tool gets arguments that are a JSON object and gives back text; whatever goes wrong is text for the model,
+# never an exception. Reading below the working directory is free; everything else asks. Nothing here trusts a path before
+# its symbolic links are followed, a file before it is known to be one, or a command to end or to be brief.
 # ======================================================================================================================
 
-def run_call(call):
-    """-> (ok, output) of a finished call; whatever goes wrong is output for the model, never an exception."""
-    if call["arguments"] is None:
-        return False, f"The arguments were not a complete JSON object, so nothing was run: {one_line(call['raw'], 200)}"
-    return False, f"There is no tool called {one_line(call['name'], 80)!r}."
+RESULT_BYTES = 16 << 10    # of a result that reach the model; the middle is cut out
+OUTPUT_BYTES = 64 << 20    # of output until a command counts as endless
+
+
+class ToolError(Exception):
+    """What a tool could not do, as a line for the model."""
+
+
+def text_schema(**properties):
+    return {"type": "object", "properties": {name: {"type": "string", "description": what} for name, what in properties.items()}}
+
+
+def required(schema, *names):
+    return {**schema, "required": list(names)}
+
+
+BUILT_IN = {  # name: (what the model is told, JSON schema of its parameters)
+    "list_files": ("List the files of a directory.", text_schema(path="the directory; the working directory if left out")),
+    "read_file": ("Read a text file.", required(text_schema(path="the file"), "path")),
+    "write_file": ("Write a text file, replacing what it held.",
+                   required(text_schema(path="the file", content="its whole new content"), "path", "content")),
+    "run_command": ("Run a shell command line in the working directory; gives its output and exit status. It gets no input.",
+                    required(text_schema(command="the command line"), "command")),
+}
+
+
+class Toolbox:
+    """The tools offered to a model, and what they may do.
+
+    names: those that are on; commands: the config's own; seconds: time limit of a command, 0 for none; hidden: names of
+    environment variables that hold keys; permit: called with what a call will do, in one line, and the lines that it would
+    change; returns "y", "n" or "a" (always, for this tool); None where nobody can be asked, so that it is refused.
+    """
+
+    def __init__(self, names=(), commands=None, seconds=120.0, hidden=(), permit=None):
+        self.commands, self.seconds, self.hidden, self.permit = commands or {}, seconds, set(hidden), permit
+        self.names, self.always = list(names), set()
+        self.stopped, self.busy = False, False  # asked to stop; running a command
+        self.directory = os.path.realpath(os.getcwd())
+
+    def known(self):
+        """name: (what the model is told, schema) of every tool there is, sorted."""
+        own = {name: (command["description"], command["parameters"]) for name, command in self.commands.items()}
+        return dict(sorted({**BUILT_IN, **own}.items()))
+
+    def schemas(self):
+        """The `tools` of a request: sorted by name whatever the order in the config, so that a server's prompt cache holds."""
+        return [{"type": "function", "function": {"name": name, "description": what, "parameters": schema}}
+                for name, (what, schema) in self.known().items() if name in self.names]
+
+    def run(self, call):
+        """-> (ok, output) of a finished call (see Calls.finished). Asks where it must."""
+        name, arguments = call["name"], call["arguments"]
+        try:
+            if arguments is None:
+                raise ToolError(f"The arguments were not a complete JSON object, so nothing was run: {one_line(call['raw'], 200)}")
+            if name not in self.names:
+                offered = ", ".join(sorted(self.names)) or "none"
+                raise ToolError(f"There is no tool called {one_line(name, 80)!r}. Tools: {offered}.")
+            self.check(name, arguments)
+            self.ask(name, arguments)
+            output = self.command(arguments_of(self.commands[name], arguments)) if name in self.commands else \
+                getattr(self, name)(**{key: arguments[key] for key in self.known()[name][1]["properties"] if key in arguments})
+            return True, shortened(output)
+        except ToolError as error:
+            return False, shortened(str(error))
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+            return False, shortened(f"{name}: {getattr(error, 'strerror', None) or error}")
+
+    def check(self, name, arguments):
+        schema = self.known()[name][1]
+        missing = [key for key in schema.get("required", []) if arguments.get(key) is None]
+        if missing:
+            raise ToolError(f"{name} needs: {', '.join(missing)}.")
+        if name in BUILT_IN:
+            odd = [key for key in schema["properties"] if not isinstance(arguments.get(key, ""), str)]
+            if odd:
+                raise ToolError(f"{name}: {', '.join(odd)} must be text.")
+
+    def ask(self, name, arguments):
+        """Raises ToolError unless the call is free or permitted."""
+        if name in self.always or self.is_free(name, arguments):
+            return
+        answer = self.permit(name, *self.preview(name, arguments)) if self.permit else None
+        if answer is None:
+            raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here.")
+        if answer == "a":
+            self.always.add(name)
+        elif answer != "y":
+            raise ToolError(f"{name} was not run: the user refused it.")
+
+    def is_free(self, name, arguments):
+        return name in ("list_files", "read_file") and self.is_inside(self.path(arguments.get("path", "")))
+
+    def path(self, path):
+        return os.path.realpath(os.path.join(self.directory, os.path.expanduser(path or ".")))
+
+    def is_inside(self, path):
+        return os.path.commonpath([self.directory, path]) == self.directory
+
+    def preview(self, name, arguments):
+        """-> (what a call will do, in one line; the lines that it would change) for a person."""
+        if name == "run_command":
+            return f"run {arguments.get('command', '')}", []
+        if name in self.commands:
+            return "run " + " ".join(arguments_of(self.commands[name], arguments)), []
+        path = self.path(arguments.get("path", ""))
+        shown = os.path.relpath(path, self.directory) if self.is_inside(path) else path
+        if name == "write_file":
+            return f"write {shown}", self.difference(path, arguments.get("content", ""))
+        return f"{'list' if name == 'list_files' else 'read'} {shown}", []
+
+    def shown(self, call):
+        """preview() of any finished call, or of one that cannot be run."""
+        try:
+            self.check(call["name"], call["arguments"])
+            return self.preview(call["name"], call["arguments"])
+        except (ToolError, KeyError, ValueError, OSError):
+            return f"{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}", []
+
+    def difference(self, path, content):
+        import difflib
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                old = file.read(RESULT_BYTES * 64) if os.path.isfile(path) else ""
+        except OSError:
+            old = ""
+        return list(difflib.unified_diff(old.splitlines(), content.splitlines(), "before", "after", lineterm="", n=2))[2:]
+
+    def list_files(self, path=""):
+        entries = sorted(os.scandir(self.path(path)), key=lambda entry: entry.name)
+        return "\n".join(entry.name + ("/" if entry.is_dir() else "") for entry in entries) or "(empty)"
+
+    def read_file(self, path):
+        import stat
+        real = self.path(path)
+        mode = os.stat(real).st_mode
+        if not stat.S_ISREG(mode):
+            raise ToolError(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'no regular file'}.")
+        with open(real, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(RESULT_BYTES)
+            if size > 2 * RESULT_BYTES:
+                file.seek(-RESULT_BYTES, os.SEEK_END)
+            tail = file.read(RESULT_BYTES)
+        if b"\0" in raw or b"\0" in tail:
+            raise ToolError(f"{path} is not text: {size:,} bytes.")
+        skipped = size - len(raw) - len(tail)
+        gap = f"\n[… {skipped:,} bytes left out …]\n".encode() if skipped > 0 else b""
+        return (raw + gap + tail).decode("utf-8", "replace")
+
+    def write_file(self, path, content):
+        """Writes beside the file and renames, so that a full disk leaves the old content."""
+        import stat
+        import tempfile
+        real = self.path(path)
+        if os.path.exists(real) and not stat.S_ISREG(os.stat(real).st_mode):
+            raise ToolError(f"{path} is no regular file.")
+        os.makedirs(os.path.dirname(real), exist_ok=True)
+        mask = os.umask(0)
+        os.umask(mask)
+        mode = stat.S_IMODE(os.stat(real).st_mode) if os.path.exists(real) else 0o666 & ~mask
+        handle, beside = tempfile.mkstemp(dir=os.path.dirname(real), prefix=".mm-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(clean(content).encode())
+            os.chmod(beside, mode)
+            os.replace(beside, real)
+        except BaseException:
+            os.unlink(beside)
+            raise
+        return f"Wrote {len(clean(content).encode()):,} bytes to {path}."
+
+    def run_command(self, command):
+        return self.command(["/bin/sh", "-c", command])
+
+    def command(self, argv):
+        """Runs argv; -> its output and exit status. Its whole process group ends with its time, its endless output, or stop()."""
+        import select
+        import signal
+        import subprocess
+        environment = {key: value for key, value in os.environ.items() if key not in self.hidden and not key.endswith("_API_KEY")}
+        process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+        output, started, reason, self.busy = Output(), time.monotonic(), "", True
+        try:
+            while not reason:
+                ready = select.select([process.stdout], [], [], 0.05)[0]
+                piece = os.read(process.stdout.fileno(), 1 << 16) if ready else None
+                if piece:
+                    output.add(piece)
+                if piece == b"" or not ready and process.poll() is not None:
+                    break  # ended; what it left running in the background may keep the pipe open
+                if self.seconds and time.monotonic() - started > self.seconds:
+                    reason = f"ended after its time limit of {self.seconds:g} s"
+                elif output.size > OUTPUT_BYTES:
+                    reason = f"ended after {OUTPUT_BYTES >> 20} MiB of output"
+                elif self.stopped:
+                    reason = "ended by the user"
+            while not reason and process.poll() is None:  # it closed its output and goes on
+                time.sleep(0.02)
+                if self.stopped or self.seconds and time.monotonic() - started > self.seconds:
+                    reason = "ended by the user" if self.stopped else f"ended after its time limit of {self.seconds:g} s"
+        finally:
+            if process.poll() is None:
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            process.stdout.close()
+            process.wait()
+            self.busy = False
+        return f"{output.text()}\n[{reason or f'exit status {process.returncode}'}]".lstrip("\n")
+
+
+class Output:
+    """The beginning and the end of a command's output, however long it is."""
+
+    def __init__(self):
+        self.head, self.tail, self.size = b"", b"", 0
+
+    def add(self, piece):
+        self.size += len(piece)
+        room = RESULT_BYTES - len(self.head)
+        self.head += piece[:room]
+        self.tail = (self.tail + piece[room:])[-RESULT_BYTES:] if len(piece) > room else self.tail
+
+    def text(self):
+        gap = self.size - len(self.head) - len(self.tail)
+        middle = f"\n[… {gap:,} bytes left out …]\n".encode() if gap else b""
+        raw = self.head + middle + self.tail
+        if b"\0" in raw:
+            return f"(output that is not text: {self.size:,} bytes)"
+        return raw.decode("utf-8", "replace").rstrip("\n")
+
+
+def shortened(text):
+    """A result of at most RESULT_BYTES, cut in the middle, and saying so."""
+    raw = clean(text).encode()
+    if len(raw) <= RESULT_BYTES:
+        return raw.decode()
+    half = RESULT_BYTES // 2
+    return raw[:half].decode("utf-8", "ignore") + f"\n[… {len(raw) - 2 * half:,} bytes left out …]\n" + raw[-half:].decode("utf-8", "ignore")
+
+
+PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def arguments_of(command, arguments):
+    """A config command's argv with its places filled; a place of its own whose parameter is left out goes away."""
+    def filled(part):
+        def value(match):
+            given = arguments.get(match.group(1))
+            return given if isinstance(given, str) else "" if given is None else json.dumps(given, ensure_ascii=False)
+        return PLACE.sub(lambda match: value(match) if match.group(1) in command["parameters"]["properties"] else match.group(), part)
+    return [filled(part) for part in command["command"]
+            if not (PLACE.fullmatch(part) and arguments.get(part[1:-1]) is None and part[1:-1] in command["parameters"]["properties"])]
+
+
+def check_commands(commands, where):
+    """The config's own tools, ready for a Toolbox. Raises MMError("config") with a line per fault."""
+    ready, faults = {}, []
+    for name, command in commands.items():
+        fault = command_fault(name, command)
+        if fault:
+            faults.append(f"{where}.{name}: {fault}")
+        else:
+            parameters = {"type": "object", "properties": {}, **(command.get("parameters") or {})}
+            ready[name] = {"description": str(command.get("description") or name), "parameters": parameters, "command": command["command"]}
+    if faults:
+        raise MMError("config", "\n".join(faults))
+    return ready
+
+
+def command_fault(name, command):
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        return "a tool's name has letters, digits, _ and - only"
+    if name in BUILT_IN:
+        return "mm has a tool of that name"
+    if not isinstance(command, dict):
+        return "wants description, parameters and command"
+    argv, parameters = command.get("command"), command.get("parameters") or {}
+    if not isinstance(argv, list) or not argv or not all(isinstance(part, str) for part in argv):
+        return "command: wants a list of texts, such as [date, -u]"
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object" or \
+            not isinstance(parameters.get("properties", {}), dict) or not all(isinstance(p, dict) for p in parameters.get("properties", {}).values()):
+        return "parameters: wants a JSON schema: {type: object, properties: {NAME: {type: string}}}"
+    names, needed = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(needed, list) or any(key not in names for key in needed):
+        return "parameters.required: names a parameter that is not in properties"
+    unknown = [key for part in argv for key in PLACE.findall(part) if key not in names]
+    return f"command: no parameter is called {unknown[0]}" if unknown else ""
 
 
 # ======================================================================================================================
@@ -1745,6 +2059,9 @@ class Reply:
         return as_int((self.usage or {}).get("prompt_tokens")) or \
             as_int((self.timings or {}).get("prompt_n")) + as_int((self.timings or {}).get("cache_n"))
 
+    def produced_tokens(self):
+        return as_int((self.usage or {}).get("completion_tokens")) or sum(self.tokens.values())
+
     def thinking_tokens(self):
         details = (self.usage or {}).get("completion_tokens_details")
         return as_int(details.get("reasoning_tokens") if isinstance(details, dict) else 0) or self.tokens["reasoning"]
@@ -1777,57 +2094,101 @@ def read_reply(incoming, reply):
             setattr(reply, kind, value)
 
 
+SUMMARY = ("Sum up the conversation below, so that it can be continued from your summary alone: what was asked, what was found and "
+           "decided, names, numbers, paths and code that matter, and what is still open. Write the summary only.\n\n")
+SUMMED_UP = "[What was said before, summed up]\n"
+
+
 class Conversation:
     """Questions to one backend and what became of them. ask() yields the events of a turn.
 
-    restartable: whether a view can mark a restart; False once the answer goes to a pipe, where it could not be taken back.
-    tap: an open file for the bytes of every stream, or None.
+    toolbox: what the model may call; record: called with each message when it is complete, and with {"history": [...]} when
+    the history is replaced; session: the name of what it records to, or None. restartable: whether a view can mark a
+    restart; False once the answer goes to a pipe, where it could not be taken back. end_thinking: whether Ctrl-C ends the
+    thinking first, where the server can. tap: an open file for the bytes of every stream, or None.
     """
 
-    def __init__(self, backend, settings, tap=None, restartable=True):
-        self.backend, self.settings, self.tap, self.restartable = backend, settings, tap, restartable
+    def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True, end_thinking=False, tap=None):
+        self.backend, self.settings, self.restartable, self.tap = backend, settings, restartable, tap
+        self.toolbox, self.record, self.session = toolbox or Toolbox(), record or (lambda item: None), session
         self.protocol = ChatCompletions(backend)
         self.system, self.think = settings["system"], settings["think"]
         self.history = []      # {"role", "content", "tool_calls", "tool_call_id"}; "partial": True on an answer that broke off
         self.refused = set()   # optional request fields that this server does not take
+        self.notices = []      # what is to be said at the next occasion
         self.call = None       # the ModelCall that runs
+        self.may_end_thinking, self.ending = end_thinking, False
         self.stopped = False
+        self.window, self.probes = settings["contextWindow"], 0
+        self.measured = (0, 0)  # the first so many messages of the history were so many tokens, as the server counted
         self.begin()
 
     def begin(self):
         self.started, self.replies, self.partial = time.monotonic(), [], ""
+        self.stopped = self.toolbox.stopped = False
 
     def ask(self, question):
         """One turn. Its last event is `done`; an `error` before it says what ended it early."""
         self.begin()
-        self.stopped = False
-        self.history.append({"role": "user", "content": question})
-        try:
-            yield from self.steps()
-        except MMError as error:
-            yield {"type": "error", "kind": error.kind, "message": error.message}
-        finally:  # also when the turn is dropped in the middle
-            if self.partial:
-                self.history.append({"role": "assistant", "content": self.partial, "partial": True})
+        self.remember({"role": "user", "content": question})
+        yield from self.guarded(self.steps())
         yield self.done()
 
+    def guarded(self, work):
+        """The events of `work`, and an `error` for what ends it; the answer so far stays, also when the turn is dropped."""
+        try:
+            yield from work
+        except MMError as error:
+            yield {"type": "error", "kind": error.kind, "message": error.message}
+        finally:
+            if self.partial:
+                self.remember({"role": "assistant", "content": self.partial, "partial": True})
+                self.partial = ""
+        yield from self.told()
+
+    def remember(self, message):
+        self.history.append(message)
+        self.record(message)
+
+    def replace_history(self, history):
+        self.history[:] = history
+        self.measured = (0, 0)
+        self.record({"history": history})
+
+    def told(self):
+        while self.notices:
+            yield {"type": "notice", "message": self.notices.pop(0)}
+
     def interrupt(self):
-        """Stops the turn that runs; safe in a signal handler. Raises KeyboardInterrupt where nothing can be stopped so."""
-        if self.stopped or not self.call:
+        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn. Raises KeyboardInterrupt if neither."""
+        if self.call and self.thinks() and not self.ending:
+            self.ending = True
+            self.call.wake()
+        elif self.stopped or not self.call and not self.toolbox.busy:
             raise KeyboardInterrupt
-        self.stopped = True
-        self.call.stop()
+        else:
+            self.stopped = self.toolbox.stopped = True
+            if self.call:
+                self.call.stop()
+
+    def thinks(self):
+        """Whether the model thinks right now and can be told to come to its answer."""
+        reply = self.replies[-1] if self.replies else None
+        return bool(self.may_end_thinking and reply and reply.id and reply.tokens["reasoning"] and not reply.tokens["answer"]
+                    and "reasoning_control" in self.backend.entry["fields"] and "reasoning_control" not in self.refused)
 
     def steps(self):
         """Model calls and tool calls in turn, until the model answers."""
         step = 0
         while not self.settings["maxSteps"] or step < self.settings["maxSteps"]:
             step += 1
+            yield from self.make_room()
             reply = yield from self.model_call()
             calls = reply.calls.finished() if reply.finish != "length" else []
             answer, self.partial = reply.answer.getvalue(), ""
             if answer.strip() or calls:
-                self.history.append({"role": "assistant", "content": answer, **({"tool_calls": calls} if calls else {})})
+                self.remember({"role": "assistant", "content": answer, **({"tool_calls": calls} if calls else {})})
+            self.measure(reply)
             if not calls:
                 yield from verdict(reply, answer)
                 return
@@ -1836,22 +2197,34 @@ class Conversation:
         raise MMError("steps", f"stopped after {step} model calls in one turn: --max-steps (maxSteps) sets the limit")
 
     def tool_call(self, call):
+        """Runs or refuses one call. After a Ctrl-C, the calls that were not run are told so in to_messages."""
         if call["arguments"] is not None:
-            yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"]}
-        ok, output = run_call(call)
-        self.history.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+            yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"],
+                   "preview": self.toolbox.shown(call)}
+        ok, output = self.toolbox.run(call)
+        self.remember({"role": "tool", "tool_call_id": call["id"], "content": output})
         yield {"type": "tool_result", "id": call["id"], "name": call["name"], "ok": ok, "output": output}
+        if self.toolbox.stopped:
+            raise MMError("cancelled", "stopped")
 
-    def model_call(self):
-        """One model call, made again where that can help: the same bytes, and no tool runs again. -> its whole Reply."""
-        tries, loading, started = 0, False, time.monotonic()
+    def model_call(self, body=None):
+        """One model call, made again where that can help: the same bytes, and no tool runs again. -> its whole Reply.
+
+        body: the bytes of a request that is not the conversation's own (a summary).
+        """
+        tries, loading, compacted, started = 0, False, False, time.monotonic()
         while True:
             reply = Reply()
             self.replies.append(reply)
             try:
-                yield from self.read(reply)
+                yield from self.read(reply, body or self.request())
                 return reply
             except MMError as error:
+                if error.kind == "overflow" and not body and not compacted and self.settings["compactAt"]:
+                    compacted = True
+                    self.window = self.window or error.window
+                    if (yield from self.compact(error)):
+                        continue
                 if not self.may_try_again(error, reply, tries, time.monotonic() - started):
                     raise
                 kind, _, field = error.again.partition(":")
@@ -1866,8 +2239,9 @@ class Conversation:
                 tries += not loading
                 yield from self.pause(0.0 if kind == "stream" else error.wait)
             finally:
-                self.partial = reply.answer.getvalue() or self.partial
-                self.call = None
+                if not body:
+                    self.partial = reply.answer.getvalue() or self.partial
+                self.call, self.ending = None, False
 
     def may_try_again(self, error, reply, tries, elapsed):
         """Whether the call that ended in `error` is made once more (see MMError.again)."""
@@ -1890,32 +2264,139 @@ class Conversation:
             yield {"type": "waiting", "seconds": time.monotonic() - started}
             time.sleep(min(0.1, seconds))
 
-    def read(self, reply):
-        """One request and its stream, as events."""
+    def request(self):
         sampling = merged(self.settings["sampling"], self.backend.entry["sampling"])
-        body = serialised(self.protocol.body(self.history, self.system, sampling, self.think, self.refused))
-        notices = []
-        self.call = ModelCall(lambda line: self.protocol.stream(body, line, self.tap, notices.append),
+        return serialised(self.protocol.body(self.history, self.system, self.toolbox.schemas(), sampling, self.think, self.refused))
+
+    def read(self, reply, body):
+        """One request and its stream, as events."""
+        self.call = ModelCall(lambda line: self.protocol.stream(body, line, self.tap, self.notices.append),
                               self.settings["watchdogTimeout"], self.settings["firstTokenTimeout"])
         for event in read_reply(self.call, reply):
             yield event
-            while notices:
-                yield {"type": "notice", "message": notices.pop(0)}
+            yield from self.told()
+            if self.ending is True:
+                self.ending = "asked"
+                if not self.protocol.end_thinking(reply.id):
+                    raise MMError("cancelled", "stopped")
+                yield {"type": "notice", "message": "thinking ended; Ctrl-C again stops the answer"}
         hint = truncation_hint(body, reply)
         if hint:
             yield {"type": "notice", "message": hint}
 
+    # -- the context window
+
+    def measure(self, reply):
+        """Notes how many tokens the history is, where the server says so."""
+        if reply.prompt_tokens():
+            self.measured = (len(self.history), reply.prompt_tokens() + reply.produced_tokens())
+
+    def size(self):
+        """Tokens that the next prompt has: what the server counted last, and a fourth of the characters since."""
+        count, tokens = self.measured
+        if count:
+            return tokens + tokens_in(self.history[count:])
+        return tokens_in(self.history) + tokens_in([self.system, self.toolbox.schemas()])
+
+    def make_room(self):
+        """Before a call: compacts once the next prompt passes compactAt of the window."""
+        if not self.settings["compactAt"] or len(self.history) < 2:
+            return
+        if not self.window and self.probes < 3:  # some servers tell only once the model is loaded
+            self.probes += 1
+            self.window = probe(self.backend)["window"]
+        if self.window and self.size() > self.settings["compactAt"] * self.window:
+            yield from self.compact()
+
+    def compact(self, overflow=None):
+        """Replaces the turns before the last question by a summary; -> whether there is more room now.
+
+        Cut between turns, so never between a call and its result. Where only one turn is left, its older tool results go.
+        """
+        questions = [place for place, message in enumerate(self.history) if message["role"] == "user"]
+        cut = questions[-1] if questions else 0
+        if cut == 0:
+            return self.drop_results()
+        try:
+            summary = yield from self.summary(self.history[:cut])
+        except MMError as error:
+            if error.kind == "cancelled":
+                raise
+            yield {"type": "notice", "message": f"the conversation could not be summed up, and stays as it is: {error.message}"}
+            return False
+        self.replace_history([{"role": "user", "content": SUMMED_UP + summary}, *self.history[cut:]])
+        yield {"type": "notice", "message": f"the conversation was long: {cut} messages were summed up"}
+        return True
+
+    def drop_results(self):
+        """Takes the tool results but the last two out of the only turn there is; -> whether there were any."""
+        results = [m for m in self.history if m["role"] == "tool" and len(m["content"]) > 400][:-2]
+        if results:
+            dropped = "[This result was taken out to make room.]"
+            self.replace_history([{**m, "content": dropped} if m in results else m for m in self.history])
+        return bool(results)
+
+    def summary(self, messages):
+        """A summary of messages, asked for with thinking off. Raises MMError if there is none; twice too big is enough."""
+        room = int((self.window or tokens_in(messages)) * 0.6) * 3  # characters; three a token is cautious
+        for attempt in (1, 2):
+            text, left_out = transcript(messages, room)
+            if left_out:
+                yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into a summary, and are left out"}
+            body = self.protocol.body([{"role": "user", "content": SUMMARY + text}], "", [], {}, False, self.refused)
+            before = len(self.replies)
+            try:
+                for event in self.model_call(serialised(body)):
+                    if event["type"] in ("waiting", "progress"):
+                        yield event
+                reply = self.replies[-1]
+            except MMError as error:
+                if error.kind != "overflow" or attempt == 2:
+                    raise
+                room //= 2
+                continue
+            finally:
+                del self.replies[before:]
+            answer = reply.answer.getvalue().strip()
+            if not answer or reply.finish == "length":
+                raise MMError("empty", "the summary was cut" if answer else "the summary was empty")
+            return answer
+
     def done(self):
-        return done_event(self.backend.name, self.backend.model, self.replies, self.started)
+        return done_event(self.backend.name, self.backend.model, self.session, self.replies, self.started)
 
 
-def done_event(provider, model, replies, started):
+def tokens_in(value):
+    """A cautious guess where the server counts nothing: four characters are a token."""
+    return len(json.dumps(value, ensure_ascii=False)) // 4
+
+
+def transcript(messages, room):
+    """-> (messages as text of at most `room` characters, how many of the oldest were left out). Tool results shrink first."""
+    for limit in (4000, 400, 60):
+        parts = [f"{message['role'].upper()}: {shorter(message['content'], limit if message['role'] == 'tool' else room // 2)}" + "".join(
+            f"\nCALL {call['name']} {shorter(json.dumps(call['arguments'] or {}, ensure_ascii=False), limit)}"
+            for call in message.get("tool_calls") or []) for message in messages]
+        if sum(map(len, parts)) + 2 * len(parts) <= room:
+            break
+    left_out = 0
+    while len(parts) > 1 and sum(map(len, parts)) + 2 * len(parts) > room:
+        parts.pop(0)
+        left_out += 1
+    return "\n\n".join(parts), left_out
+
+
+def shorter(text, limit):
+    return text if len(text) <= limit else f"{text[:limit // 2]} […] {text[-limit // 2:]}"
+
+
+def done_event(provider, model, session, replies, started):
     last = replies[-1] if replies else Reply()
     first = next((reply.first_token for reply in replies if reply.first_token is not None), None)
 
     def spent(*kinds):
         return rounded(sum(reply.seconds[kind] for reply in replies for kind in kinds))
-    return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model, "session": None,
+    return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model, "session": session,
             "usage": last.usage, "timings": last.timings,
             "seconds": {"first_token": rounded(first), "thinking": spent("reasoning"), "answer": spent("answer", "call"),
                         "total": rounded(time.monotonic() - started)}}
@@ -1958,6 +2439,165 @@ def truncation_hint(body, reply):
 
 
 # ======================================================================================================================
+# 10. Sessions
+#
+# A conversation on disk: a file of JSON lines that only grows, one line a message, written when the message is complete, so
+# that kill -9 loses at most the answer in flight. What a crash leaves (a torn last line, a run of NULs) is skipped and named,
+# and never glued to: a line begins on a line of its own. Each line is one write to a file opened for appending, so two
+# processes on one session lose nothing. Where nothing can be written, that is said once and the conversation goes on.
+# ======================================================================================================================
+
+def sessions_folder():
+    return os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "sessions")
+
+
+class Session:
+    """Where a conversation is recorded. about: {"provider", "model", "url"}, its first line; notice: told what went wrong."""
+
+    def __init__(self, about, notice, path=""):
+        self.about, self.notice, self.path = about, notice, path
+        self.file, self.broken = None, False
+        if not path:
+            self.renew()
+
+    def renew(self):
+        """Begins another session; its file is made with its first message."""
+        name = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(2).hex()
+        self.path = os.path.join(sessions_folder(), name + ".jsonl")
+        self.close()
+
+    @property
+    def id(self):
+        return os.path.basename(self.path)[:-len(".jsonl")]
+
+    def record(self, item):
+        """Appends a message, or any other item of JSON, as one line."""
+        if self.broken:
+            return
+        try:
+            if self.file is None:
+                self.open()
+            self.append(item)
+        except OSError as error:
+            self.broken = True
+            self.notice(f"the conversation is not saved: {self.path}: {error.strerror}")
+
+    def open(self):
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        self.file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        size = os.fstat(self.file).st_size
+        if not size:
+            self.append({"session": 1, **self.about})
+        elif os.pread(self.file, 1, size - 1) != b"\n":
+            os.write(self.file, b"\n")
+
+    def append(self, item):
+        line = serialised(item) + b"\n"
+        written = os.write(self.file, line)
+        if written < len(line):  # a disk that is full now: what is torn ends here
+            os.write(self.file, b"\n")
+            raise OSError(28, os.strerror(28))
+
+    def close(self):
+        if self.file is not None:
+            os.close(self.file)
+        self.file = None
+
+
+def load_session(path):
+    """-> (about, history, [what a person should hear of damage]). Raises MMError("config") if it cannot be read at all."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise MMError("config", f"session {path}: {error.strerror}") from None
+    name, about, history, notes = os.path.basename(path)[:-len(".jsonl")], {}, [], []
+    rows = raw.split(b"\n")  # at LF only: U+2028 is text
+    for number, row in enumerate(rows, 1):
+        if not row.strip():
+            continue
+        try:
+            item = json.loads(row.decode("utf-8-sig"))
+            if "role" in item:
+                history.append(stored_message(item))
+            elif "history" in item:
+                history = [stored_message(message) for message in item["history"]]
+            elif "session" in item or "provider" in item:
+                about.update({key: item[key] for key in ("provider", "model", "url") if isinstance(item.get(key), str)})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            torn = number == len(rows)
+            notes.append(f"session {name}: line {number} is {'cut off' if torn else 'damaged'}, and was skipped")
+    if not raw.strip():
+        notes.append(f"session {name} is empty")
+    elif history and history[-1]["role"] != "assistant":
+        notes.append(f"session {name}: the last question has no answer; it was cut off")
+    return about, history, notes
+
+
+def stored_message(item):
+    """A message of a session file, mended where a tool call is broken. Raises ValueError or TypeError if it is none."""
+    role, content = item["role"], item.get("content") or ""
+    if role not in ("user", "assistant", "tool") or not isinstance(content, str):
+        raise ValueError
+    message = {"role": role, "content": content}
+    if role == "tool":
+        message["tool_call_id"] = str(item["tool_call_id"])
+    if role == "assistant" and item.get("tool_calls"):
+        message["tool_calls"] = [{"id": str(call["id"]), "name": str(call["name"]), "raw": "",
+                                  "arguments": call["arguments"] if isinstance(call.get("arguments"), dict) else {}}
+                                 for call in item["tool_calls"]]
+    return message
+
+
+def list_sessions():
+    """[(id, path, modification time)], newest first."""
+    folder, found = sessions_folder(), []
+    try:
+        for entry in os.scandir(folder):
+            if entry.name.endswith(".jsonl"):
+                found.append((entry.name[:-len(".jsonl")], entry.path, entry.stat().st_mtime))
+    except OSError:
+        pass  # none yet
+    return sorted(found, key=lambda session: session[2], reverse=True)
+
+
+def find_session(its_id):
+    """The path of the session whose id begins so; of the newest one for "". Raises MMError("config")."""
+    sessions = list_sessions()
+    matching = [path for name, path, _ in sessions if name.startswith(its_id)]
+    if not sessions:
+        raise MMError("config", f"there is no session yet (in {sessions_folder()})")
+    if not matching or its_id and len(matching) > 1 and os.path.join(sessions_folder(), its_id + ".jsonl") not in matching:
+        raise MMError("config", f"{'no' if not matching else 'more than one'} session begins with {one_line(its_id, 40)} (mm --sessions)")
+    exact = os.path.join(sessions_folder(), its_id + ".jsonl")
+    return exact if exact in matching else matching[0]
+
+
+def session_lines(most=50):
+    """--sessions: a line each: id, when, how many messages, the first question."""
+    out = []
+    for name, path, modified in list_sessions()[:most]:
+        try:
+            _, history, _ = load_session(path)
+        except MMError as error:
+            out.append(error.message)
+            continue
+        first = next((message["content"] for message in history if message["role"] == "user"), "(empty)")
+        out.append(f"{name}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(modified))}  {len(history):>4}  {one_line(first, 60)}")
+    return out or ["no session is saved yet"]
+
+
+def as_markdown(history, system):
+    """A conversation as a text to keep (/save FILE)."""
+    parts = [f"**system**\n\n{system}"] if system.strip() else []
+    for message in history:
+        calls = "".join(f"\n\n`{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}`" for call in message.get("tool_calls") or [])
+        content = f"```\n{message['content']}\n```" if message["role"] == "tool" else message["content"]
+        parts.append(f"**{message['role']}**\n\n{content}{calls}".rstrip())
+    return "\n\n".join(parts) + "\n"
+
+
+# ======================================================================================================================
 # 11. Display
 #
 # Two views of the same events. Person writes the answer to one stream and everything else to another; each of the two
@@ -1969,6 +2609,7 @@ def truncation_hint(body, reply):
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}  # ESC becomes ␛
 VISIBLE.update({13: None, 127: "␡", **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)}})
 THINKING, NOTICE, ERROR = "2;3", "2", "31"  # SGR codes: dim italic, dim, red
+MOST_ROWS = 40  # of a change that is shown before it is made
 
 
 class Pen:
@@ -2033,12 +2674,13 @@ class Person:
         if out.terminal and side.terminal:
             side.column = out.column
         self.marks = ("💭 ", "🤖 ") if side.can_show("💭") else ("thinking: ", "answer: ")
+        self.tool_mark = "🔧 " if side.can_show("🔧") else "tool: "
         self.status_shown = False
         self.begin()
 
     def begin(self):
         self.block, self.held, self.progress, self.since, self.hidden = "", "", None, time.monotonic(), 0
-        self.timeline = []
+        self.ran = 0
 
     def show(self, event):
         getattr(self, "on_" + event["type"])(event)
@@ -2138,18 +2780,43 @@ class Person:
         self.say(event["message"], ERROR)
 
     def on_tool_call(self, event):
+        """What the call will do, in one line, and what it would change in a file."""
         self.close_block()
-        self.side.write(f"{one_line(event['name'], 80)} {one_line(json.dumps(event['arguments'], ensure_ascii=False), 200)}\n", NOTICE)
+        line, change = event.get("preview") or (f"{event['name']} {json.dumps(event['arguments'], ensure_ascii=False)}", [])
+        self.side.write(f"{self.tool_mark}{one_line(line, 300)}\n")
+        for row in change[:MOST_ROWS]:
+            self.side.write(f"  {row}\n", {"+": "32", "-": "31"}.get(row[:1], NOTICE))
+        if len(change) > MOST_ROWS:
+            self.side.write(f"  … {len(change) - MOST_ROWS} more lines\n", NOTICE)
+        self.flush()
 
     def on_tool_result(self, event):
         self.close_block()
-        self.side.write(f"  {one_line(event['output'], 200)}\n", NOTICE)
+        rows = event["output"].rstrip("\n").split("\n")
+        shown = rows if len(rows) <= 6 else [*rows[:3], f"… {len(rows) - 5} lines …", *rows[-2:]]
+        for row in shown:
+            self.side.write(f"  {row[:200]}\n", NOTICE if event["ok"] else ERROR)
+        self.ran += event["ok"]
         self.progress, self.since, self.hidden = None, time.monotonic(), 0
+
+    def permit(self, name, line, change):
+        """Asks a person whether a call may be made; the call itself is on the screen already. -> "y", "n" or "a"."""
+        self.close_block()
+        while True:
+            try:
+                answer = input("  run this? y / n / a (always, this tool) ").strip().lower()
+            except EOFError:
+                answer = "n"
+            if answer[:1] in ("y", "n", "a"):
+                self.column["begun"] = False
+                return answer[:1]
 
     def on_done(self, event):
         if not self.out.terminal:
             self.out.new_line()
         self.close_block()
+        if self.ran and self.out is self.side:
+            self.side.write(f"{self.ran} tool call{'s' * (self.ran != 1)} in this turn\n", NOTICE)
         if self.stats:
             self.side.write(figures(event) + "\n", NOTICE)
         self.flush()
@@ -2165,6 +2832,7 @@ class Ndjson:
 
     def show(self, event):
         if event["type"] in EVENTS and not (self.hide and event["type"] == "reasoning"):
+            event = {key: value for key, value in event.items() if key != "preview"}
             self.out.pending.append(json.dumps(event, ensure_ascii=self.ascii) + "\n")
         if event["type"] not in ("reasoning", "answer"):
             self.flush()
@@ -2210,10 +2878,10 @@ def exit_code(event, before):
     return 1 if event["type"] == "notice" and event.get("kind") == "empty" else before
 
 
-def run_turn(conversation, question, view):
-    """Asks and shows; Ctrl-C stops the turn, a second one whatever else hangs. -> exit code"""
+def run_turn(conversation, turn, view):
+    """Shows the events of a turn; Ctrl-C is the conversation's, a second one ends whatever else hangs. -> exit code"""
     import signal
-    code, turn = 0, conversation.ask(question)
+    code = 0
     before = signal.signal(signal.SIGINT, lambda *_: conversation.interrupt())
     try:
         for event in turn:
@@ -2243,8 +2911,8 @@ KERNEL_LINE = 4095
 class Repl:
     """A conversation at the terminal, or with the lines of a pipe as its questions."""
 
-    def __init__(self, conversation, view, history_file):
-        self.conversation, self.view = conversation, view
+    def __init__(self, conversation, view, session, history_file):
+        self.conversation, self.view, self.session = conversation, view, session
         self.terminal = sys.stdin.isatty()
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
@@ -2304,7 +2972,7 @@ class Repl:
 
     def ask(self, text):
         self.view.begin()
-        run_turn(self.conversation, text, self.view)
+        run_turn(self.conversation, self.conversation.ask(text), self.view)
         self.last = self.conversation.done()
 
     def read_question(self):
@@ -2363,11 +3031,61 @@ class Repl:
 
     def clear(self, rest):
         self.conversation.history.clear()
+        self.conversation.measured = (0, 0)
+        if self.session:  # what was said stays in its own session
+            self.session.renew()
+            self.conversation.session = self.session.id
         self.say("forgotten: the conversation begins anew")
+
+    def compact(self, rest):
+        before = self.conversation.size()
+        self.conversation.begin()
+        run_turn(self.conversation, self.conversation.guarded(self.conversation.compact()), self.view)
+        self.say(f"context: about {before:,} tokens before, {self.conversation.size():,} now")
+
+    def retry(self, rest):
+        places = [place for place, message in enumerate(self.conversation.history) if message["role"] == "user"]
+        if not places:
+            return self.say("nothing was asked yet")
+        question = self.conversation.history[places[-1]]["content"]
+        self.conversation.replace_history(self.conversation.history[:places[-1]])
+        self.ask(question)
+
+    def save(self, rest):
+        if not rest:
+            return self.say("say /save FILE")
+        try:
+            with open(os.path.expanduser(rest), "x", encoding="utf-8") as file:
+                file.write(as_markdown(cleaned(self.conversation.history), clean(self.conversation.system)))
+        except OSError as error:
+            return self.say(f"{rest}: {error.strerror}")
+        self.say(f"saved to {rest}")
+
+    def sessions(self, rest):
+        for line in session_lines(20):
+            self.say(("* " if self.session and line.startswith(self.session.id) else "  ") + line)
+
+    def tools(self, rest):
+        box = self.conversation.toolbox
+        known = list(box.known())
+        for name in known if rest == "all" else [] if rest == "none" else rest.replace(",", " ").split():
+            if name not in known:
+                self.say(f"there is no tool called {name}")
+            elif name in box.names and rest != "all":
+                box.names.remove(name)
+            elif name not in box.names:
+                box.names.append(name)
+        if rest == "none":
+            box.names.clear()
+        for name, (what, _) in box.known().items():
+            self.say(f"  {'[x]' if name in box.names else '[ ]'} {name}  {one_line(what, 70)}")
 
     def model(self, rest):
         if rest:
             self.conversation.backend.model = rest
+            self.conversation.measured, self.conversation.probes = (0, 0), 0
+            self.conversation.window = self.conversation.settings["contextWindow"]
+            self.conversation.record({"provider": self.conversation.backend.name, "model": rest})
         self.say(f"model: {self.conversation.backend.model}")
 
     def models(self, rest):
@@ -2394,6 +3112,9 @@ class Repl:
 
     def stats(self, rest):
         self.say(figures(self.last) if self.last else "nothing was asked yet")
+        window, size = self.conversation.window, self.conversation.size()
+        self.say(f"context: about {size:,} of {window:,} tokens ({size * 100 // window} %)" if window else
+                 f"context: about {size:,} tokens; the server does not say how many it holds (contextWindow in the config)")
 
 
 COMMANDS = {  # name: (method of Repl, its words, what it does)
@@ -2405,7 +3126,12 @@ COMMANDS = {  # name: (method of Repl, its words, what it does)
     "/think": ("think", "[on|off|auto]", "ask the server to think or not"),
     "/show": ("show", "[on|off]", "show or hide the thinking"),
     "/system": ("set_system", "[TEXT|-]", "say, set or (-) drop the system prompt"),
-    "/stats": ("stats", "", "figures of the last answer"),
+    "/stats": ("stats", "", "figures of the last answer, and how full the context is"),
+    "/tools": ("tools", "[NAME|all|none]", "list the tools, switch one or all"),
+    "/retry": ("retry", "", "ask the last question again"),
+    "/compact": ("compact", "", "replace what was said by a summary"),
+    "/sessions": ("sessions", "", "list the saved conversations"),
+    "/save": ("save", "FILE", "write the conversation into a Markdown file"),
     "/bye": ("bye", "", "leave (also /exit, /quit, Ctrl-D)"),
 }
 
@@ -2509,7 +3235,7 @@ def replay(path):
                 yield from verdict(reply, reply.answer.getvalue())
         except MMError as error:
             yield {"type": "error", "kind": error.kind, "message": error.message}
-    yield done_event("replay", replies[-1].model, replies, started)
+    yield done_event("replay", replies[-1].model, None, replies, started)
 
 
 # ======================================================================================================================
@@ -2554,8 +3280,13 @@ def parser():
     add("--watchdog", metavar="S", dest="watchdogTimeout", help="longest silence between two tokens, in seconds (20; 0: no limit)")
     add("--first-token", metavar="S", dest="firstTokenTimeout", help="longest wait for the first token, in seconds (120; 0: no limit)")
     add("--retries", metavar="N", help="how often a broken stream is asked for again (1)")
-    add("--max-steps", metavar="N", dest="maxSteps", help=argparse.SUPPRESS)
-    add("--no-save", dest="save", action="store_false", default=None, help=argparse.SUPPRESS)
+    add("-t", "--tools", metavar="NAMES", help="offer tools to the model: a comma list, or all (list_files, read_file, ...)")
+    add("-y", "--yes", action="store_true", help="run tools without asking")
+    add("--max-steps", metavar="N", dest="maxSteps", help="model calls in one turn (25; 0: no limit)")
+    add("-c", "--continue", dest="resume", action="store_const", const="", help="go on with the last conversation")
+    add("-r", "--resume", metavar="ID", help="go on with the one whose id begins so")
+    add("--sessions", action="store_true", help="list the saved conversations")
+    add("--no-save", dest="save", action="store_false", default=None, help="do not save this one")
     add("--tap", metavar="FILE", help="record the stream's bytes exactly as they come")
     add("--replay", metavar="FILE", help="show a recorded stream; no server is asked")
     add("--check", action="store_true", help="say what would be used and whether it answers")
@@ -2568,7 +3299,7 @@ def parser():
 
 OPTIONS = {"provider": "--provider", "model": "--model", "url": "--url", "system": "--system", "think": "--think",
            "watchdogTimeout": "--watchdog", "firstTokenTimeout": "--first-token", "retries": "--retries",
-           "maxSteps": "--max-steps", "save": "--no-save"}
+           "maxSteps": "--max-steps", "save": "--no-save", "tools": "--tools"}
 
 
 def readable(text):
