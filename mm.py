@@ -2223,7 +2223,7 @@ class Conversation:
                 if error.kind == "overflow" and not body and not compacted and self.settings["compactAt"]:
                     compacted = True
                     self.window = self.window or error.window
-                    if (yield from self.compact(error)):
+                    if (yield from self.compact()):
                         continue
                 if not self.may_try_again(error, reply, tries, time.monotonic() - started):
                     raise
@@ -2300,21 +2300,25 @@ class Conversation:
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""
-        if not self.settings["compactAt"] or len(self.history) < 2:
-            return
-        if not self.window and self.probes < 3:  # some servers tell only once the model is loaded
+        if self.settings["compactAt"] and len(self.history) > 1:
+            window = self.find_window()
+            if window and self.size() > self.settings["compactAt"] * window:
+                yield from self.compact()
+
+    def find_window(self):
+        """The context that the server serves, in tokens; 0 where it does not say. Some say it only once the model is loaded."""
+        if not self.window and self.probes < 3:
             self.probes += 1
             self.window = probe(self.backend)["window"]
-        if self.window and self.size() > self.settings["compactAt"] * self.window:
-            yield from self.compact()
+        return self.window
 
-    def compact(self, overflow=None):
-        """Replaces the turns before the last question by a summary; -> whether there is more room now.
+    def compact(self, everything=False):
+        """Replaces the turns before the last question (or all that is there) by a summary; -> whether there is more room now.
 
         Cut between turns, so never between a call and its result. Where only one turn is left, its older tool results go.
         """
         questions = [place for place, message in enumerate(self.history) if message["role"] == "user"]
-        cut = questions[-1] if questions else 0
+        cut = len(self.history) if everything else questions[-1] if questions else 0
         if cut == 0:
             return self.drop_results()
         try:
@@ -3040,7 +3044,7 @@ class Repl:
     def compact(self, rest):
         before = self.conversation.size()
         self.conversation.begin()
-        run_turn(self.conversation, self.conversation.guarded(self.conversation.compact()), self.view)
+        run_turn(self.conversation, self.conversation.guarded(self.conversation.compact(everything=True)), self.view)
         self.say(f"context: about {before:,} tokens before, {self.conversation.size():,} now")
 
     def retry(self, rest):
@@ -3112,7 +3116,7 @@ class Repl:
 
     def stats(self, rest):
         self.say(figures(self.last) if self.last else "nothing was asked yet")
-        window, size = self.conversation.window, self.conversation.size()
+        window, size = self.conversation.find_window(), self.conversation.size()
         self.say(f"context: about {size:,} of {window:,} tokens ({size * 100 // window} %)" if window else
                  f"context: about {size:,} tokens; the server does not say how many it holds (contextWindow in the config)")
 
@@ -3394,7 +3398,7 @@ def make_view(args):
 
 
 def wants_repl(args):
-    asks = any(word.strip() for word in args.question) or args.file or args.replay or args.check or args.models
+    asks = any(word.strip() for word in args.question) or args.file or args.replay or args.check or args.models or args.sessions
     return args.interactive or not asks and sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -3423,10 +3427,13 @@ def run(args, view):
     """Carries out a parsed command line; -> exit code. Raises MMError."""
     if args.replay:
         return show_all(replay(args.replay), view)
+    if args.sessions:
+        return print_rows(session_lines(), view)
     settings = settings_of(args)
+    path, history, notices = resumed(args, settings)
     view.hide = view.hide or not settings["showThinking"] and not args.json
-    sampling = sampling_options(args.option)
-    question, notices = question_of(args, settings.notices, view)
+    sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
+    question = question_of(args, notices, view)
     if args.demo:
         backend = Backend("demo", {"apiKeyEnv": ""}, start_demo(), "scripted")
         notices.append("--demo: a script answers, not a model")
@@ -3434,31 +3441,79 @@ def run(args, view):
         backend, found = resolve(settings, needs_model=not args.check and not args.models)
         notices += found
     backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
-    if args.check or args.models:
-        rows, code = check(backend, settings) if args.check else (list_models(backend), 0)
-        view.out.write("".join(f"{row}\n" for row in rows))
-        view.flush()
-        return code
-    conversation = Conversation(backend, settings, open_tap(args.tap), restartable=args.json or sys.stdout.isatty())
+    if args.check:
+        rows, code = check(backend, settings)
+        return print_rows(rows, view) or code
+    if args.models:
+        return print_rows(list_models(backend), view)
+    conversation, session = make_conversation(args, settings, backend, toolbox, path)
+    conversation.history += history
     show_all(({"type": "notice", "message": notice} for notice in notices + think_notices(conversation)), view)
-    code = run_turn(conversation, question, view) if question else 0
+    code = run_turn(conversation, conversation.ask(question), view) if question else 0
     if wants_repl(args):
-        return Repl(conversation, view, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run()
+        return Repl(conversation, view, session, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run()
     return code
 
 
+def resumed(args, settings):
+    """-> (the resumed session's path or "", its history, notices). Its provider and model count unless an option says otherwise."""
+    notices = list(settings.notices)
+    if args.resume is None:
+        return "", [], notices
+    path = find_session(args.resume)
+    about, history, damage = load_session(path)
+    for key, value in about.items():
+        if not settings.source(key).startswith("-") and not (key == "provider" and settings.source("url").startswith("-")):
+            settings.put(key, value, f"session {os.path.basename(path)[:-6]}")
+    return path, history, notices + damage
+
+
+def make_conversation(args, settings, backend, toolbox, path):
+    """-> (Conversation, its Session or None). path: of the session that is resumed, or ""."""
+    session = None
+    if settings["save"] and not args.demo:
+        about = {"provider": "" if backend.name == "server" else backend.name, "model": backend.model}
+        if settings["url"]:
+            about["url"] = show_url(backend.url)
+        session = Session(about, lambda message: conversation.notices.append(message), path)
+    conversation = Conversation(
+        backend, settings, toolbox, session.record if session else None, session.id if session else None,
+        restartable=args.json or sys.stdout.isatty(), end_thinking=sys.stdin is not None and sys.stdin.isatty() and not args.json,
+        tap=open_tap(args.tap))
+    return conversation, session
+
+
+def make_toolbox(args, settings, view):
+    commands = check_commands(settings["commands"], settings.source("commands"))
+    hidden = {entry.get("apiKeyEnv") for entry in [*PROVIDERS.values(), *settings["providers"].values(), PLAIN]}
+    can_ask = sys.stdin is not None and sys.stdin.isatty() and not args.json
+    permit = (lambda *call: "y") if args.yes else view.permit if can_ask else None
+    toolbox = Toolbox([], commands, settings["commandTimeout"], filter(None, hidden), permit)
+    names = list(toolbox.known()) if "all" in settings["tools"] else settings["tools"]
+    unknown = [name for name in names if name not in toolbox.known()]
+    if unknown:
+        raise MMError("config", f"{settings.source('tools')}: no tool is called {one_line(unknown[0], 40)}: {', '.join(toolbox.known())}, or all")
+    toolbox.names = list(dict.fromkeys(names))
+    return toolbox
+
+
+def print_rows(rows, view):
+    view.out.write("".join(f"{row}\n" for row in rows))
+    view.flush()
+    return 0
+
+
 def question_of(args, notices, view):
-    """-> (the question with files and piped text, notices). "" only where none is needed."""
-    notices = list(notices)
+    """The question with files and piped text; "" only where none is needed."""
     if args.check or args.models:
-        return "", notices
+        return ""
     parts = [with_files(readable(" ".join(args.question)), args.file, notices)]
     if not wants_repl(args):
         parts.append(piped_text(view, notices))
     question = "\n\n".join(filter(str.strip, parts))
     if not question and not wants_repl(args):
         raise MMError("config", "there is no question: mm \"your question\", or pipe one in (mm --help)")
-    return question, notices
+    return question
 
 
 def open_tap(path):
