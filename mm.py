@@ -38,19 +38,28 @@ Sections, each using only what stands above it:
 """
 from __future__ import annotations
 
+import os
 import sys
 
 __version__ = "0.1.0"
 if __name__ == "__main__" and sys.argv[1:] == ["--version"]:  # the other imports double the time this takes
-    print(f"mm {__version__}")
-    sys.exit()
+    try:
+        os.write(1, f"mm {__version__}\n".encode())
+    except OSError:
+        os._exit(1)
+    os._exit(0)
 
 import io
+import itertools
 import json
-import os
 import re
+import signal
 import time
 from urllib.parse import urlsplit, urlunsplit
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can end in one line, Ctrl-C ends mm without any
 
 
 # ======================================================================================================================
@@ -119,9 +128,50 @@ def typed(value):
 
 def json_or_text(text):
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError:
         return str(text)
+
+
+MAX_DEPTH = 100  # of JSON; what is nested deeper is an attack on a parser, and no server's answer
+
+
+def finite(text):
+    number = float(text)
+    return number if abs(number) < float("inf") else None
+
+
+JSON_VALUE = json.JSONDecoder(parse_float=finite, parse_constant=lambda word: None).raw_decode
+
+
+def json_value(text, place=0):
+    """The JSON value at a place of `text` -> (value, where it ends). NaN and Infinity become null. Raises ValueError only."""
+    try:
+        value, end = JSON_VALUE(text, place)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if text.count("[", place, end) + text.count("{", place, end) > MAX_DEPTH:
+        level, depth = [value], 0
+        while level:
+            level = [item for part in level if isinstance(part, (dict, list)) for item in (part.values() if isinstance(part, dict) else part)]
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError("nested too deeply")
+    return value, end
+
+
+def read_json(text):
+    """The one JSON value that `text` is. Raises ValueError."""
+    text = text.strip()
+    value, end = json_value(text)
+    if end != len(text) or text in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError(f"not one JSON value: {text[:40]!r}")
+    return value
+
+
+def clean(text):
+    """`text` with surrogate pairs joined and lone surrogates replaced, so that it can be encoded."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def as_flag(value):
@@ -157,7 +207,7 @@ def as_fraction(value):
 def as_text(value):
     if not isinstance(value, str):  # only JSON gets here with something else
         raise ValueError
-    return str(value)
+    return clean(value)
 
 
 def as_names(value):
@@ -200,8 +250,8 @@ def converted(value, kind, where):
     try:
         return convert(value)
     except (ValueError, TypeError, KeyError, OverflowError):
-        shown = json.dumps(value, ensure_ascii=False) if not isinstance(value, str) else f"'{value}'"
-        raise MMError("config", f"{where}: wants {wanted}, not {one_line(shown, 60)}") from None
+        shown = {dict: "a map", list: "a list"}.get(type(value)) or f"'{one_line(value, 60)}'"  # a map could hold a key
+        raise MMError("config", f"{where}: wants {wanted}, not {shown}") from None
 
 
 def one_line(text, limit=500):
@@ -332,7 +382,7 @@ def take_providers(entries, where, notices):
                 faults.append(f"{at}: {KEY_IN_FILE}")
             elif key not in PROVIDER_KEYS:
                 notices.append(f"{at}: unknown key{did_you_mean(key, PROVIDER_KEYS)}")
-            elif key == "apiKeyEnv" and not not_set(value) and not re.match(r"[A-Za-z_][A-Za-z0-9_]{0,63}$", str(value)):
+            elif key == "apiKeyEnv" and not not_set(value) and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(value)):
                 faults.append(f"{at}: wants the name of an environment variable (its value is not shown here)")
             elif not not_set(value) or key == "fallback" and value == []:
                 try:
@@ -359,6 +409,7 @@ def parse_config(raw):
     problem = None
     if text.lstrip()[:1] in ("{", "["):  # YAML forbids the tabs that JSON allows
         try:
+            json_value(text.strip())
             return json.loads(text, object_pairs_hook=no_duplicates)
         except ValueError as error:
             problem = error
@@ -371,7 +422,7 @@ def parse_config(raw):
             raise MMError("config", f"not JSON: {one_line(problem)}") from None
         raise MMError("config", "this is YAML, and PyYAML is not installed: pip install pyyaml, or write it as JSON") from None
     try:
-        return from_yaml(yaml.compose(text, Loader=yaml.BaseLoader), yaml)
+        return from_yaml(yaml.compose(text, Loader=yaml.BaseLoader), yaml, set())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
@@ -391,20 +442,24 @@ def no_duplicates(pairs):
     return data
 
 
-def from_yaml(node, yaml):
-    """A composed YAML node as dicts, lists and text, exactly as written."""
-    if isinstance(node, yaml.MappingNode):
-        pairs = [(str(from_yaml(key, yaml)), from_yaml(value, yaml)) for key, value in node.value]
-        for index, (key, _) in enumerate(pairs):
-            if key in dict(pairs[:index]):
-                line = node.value[index][0].start_mark.line + 1
-                raise MMError("config", f"line {line}: the key '{key}' stands twice")
-        return dict(pairs)
-    if isinstance(node, yaml.SequenceNode):
-        return [from_yaml(item, yaml) for item in node.value]
+def from_yaml(node, yaml, seen):
+    """A composed YAML node as dicts, lists and text, exactly as written. seen: ids of the collections read so far."""
     if node is None:
         return None
-    return Bare(node.value) if node.style is None else node.value
+    if isinstance(node, yaml.ScalarNode):
+        return Bare(node.value) if node.style is None else node.value
+    if id(node) in seen or len(seen) > 10_000:  # a few aliases of aliases can stand for more than memory holds
+        raise MMError("config", f"line {node.start_mark.line + 1}: an alias of a map or list (*NAME) cannot be used here")
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        return [from_yaml(item, yaml, seen) for item in node.value]
+    data = {}
+    for key_node, value_node in node.value:
+        key = str(from_yaml(key_node, yaml, seen))
+        if key in data:
+            raise MMError("config", f"line {key_node.start_mark.line + 1}: the key '{one_line(key, 40)}' stands twice")
+        data[key] = from_yaml(value_node, yaml, seen)
+    return data
 
 
 # ======================================================================================================================
@@ -415,13 +470,14 @@ def from_yaml(node, yaml):
 # means 'your request', so a status alone says little. Unknown errors come through in the server's own words.
 # ======================================================================================================================
 
+MAX_WORDS = 1 << 16  # characters of an error that are looked at
 WORDS_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason", "error_description", "title")
 OVERFLOW = re.compile(r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length|prompt (is )?too long"
                       r"|tokens to keep|longer than the context|max_tokens must be at least 1, got -")
-OVERFLOW_PROMPT = re.compile(r"(?i)request \((\d+) tokens|input has (\d+) tokens|(\d+) in the messages|passed (\d+) input"
-                             r"|(\d+) input tokens|prompt \(length (\d+)\)|requested (\d+) tokens|resulted in (\d+) tokens")
-OVERFLOW_WINDOW = re.compile(r"(?i)context (?:size|length|window) \((\d+)|model length of (\d+)"
-                             r"|context (?:size|length|window)[a-z' ]{0,24}?(\d+)")
+OVERFLOW_PROMPT = re.compile(r"(?i)request \((\d{1,12}) tokens|input has (\d{1,12}) tokens|(\d{1,12}) in the messages|passed (\d{1,12}) input"
+                             r"|(\d{1,12}) input tokens|prompt \(length (\d{1,12})\)|requested (\d{1,12}) tokens|resulted in (\d{1,12}) tokens")
+OVERFLOW_WINDOW = re.compile(r"(?i)context (?:size|length|window) \((\d{1,12})|model length of (\d{1,12})"
+                             r"|context (?:size|length|window)[a-z' ]{0,24}?(\d{1,12})")
 HINTS = (  # (HTTP statuses, or none for any; what the words look like; kind; what to do; what may be tried)
     ((), r"--jinja|Unsupported param: tools|Cannot use tools with stream", "server", "start llama-server with --jinja", ""),
     ((), r"enable-auto-tool-choice", "server", "start vLLM with these two options", ""),
@@ -440,11 +496,11 @@ HINTS = (  # (HTTP statuses, or none for any; what the words look like; kind; wh
 def words(value):
     """The sentence in a server's error, wherever it stands: JSON of any nesting, JSON inside a string, text."""
     if isinstance(value, str):
-        text = value.strip()
+        text = value.strip()[:MAX_WORDS]
         if text[:1] in ("{", "["):
             try:
-                return words(json.loads(text)) or text
-            except (ValueError, RecursionError):
+                return words(read_json(text)) or text
+            except ValueError:
                 pass
         return template_words(text)
     if isinstance(value, list):
@@ -470,10 +526,13 @@ def template_words(text):
 
 def page_title(text):
     """The title of a web page ("" if it has none), or None when `text` is no web page."""
-    if not re.match(r"(?is)\s*(<\?xml[^>]*>)?\s*(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)\b", text[:4000]):
+    text = text[:4000].lstrip()  # foreign text: no pattern here looks further, or back
+    while text.startswith(("<!--", "<?xml")):
+        text = text.partition(">")[2].lstrip()
+    if not re.match(r"(?i)<(!doctype html|html|head|body)\b", text):
         return None
-    title = re.search(r"(?is)<title[^>]*>(.*?)</title", text)
-    return one_line(re.sub(r"[<>]", "", title.group(1)), 80) if title else ""
+    title = re.search(r"(?is)<title[^>]{0,100}>(.{0,300}?)</title", text)
+    return one_line(re.sub(r"<[^>]*>?|>", "", title.group(1)), 80) if title else ""
 
 
 def web_page(title, url):
@@ -496,14 +555,14 @@ def explain(status, body, backend, url, wait=None):
     url: what was asked, for the line; wait: Retry-After in seconds, if the server named it.
     """
     text = decoded(body) if isinstance(body, bytes) else body
-    if isinstance(text, str) and page_title(text) is not None and status not in (401, 403, 429, 502, 503, 504):
-        return web_page(page_title(text), url)
-    said = words(text) if not isinstance(text, str) or page_title(text) is None else page_title(text)
-    if not said and isinstance(text, (dict, list)):
-        said = json.dumps(text, ensure_ascii=False)
-    shape = json.dumps(text, ensure_ascii=False) if not isinstance(text, str) else text
+    title = page_title(text) if isinstance(text, str) else None
+    if title is not None and status not in (401, 403, 429, 502, 503, 504):
+        return web_page(backend.redact(title), url)
+    shape = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+    said = backend.redact(words(text) if title is None else title) or ("" if isinstance(text, str) else backend.redact(shape))
+    said = said[:MAX_WORDS // 16]
     if status in (0, 400, 413, 422, 500) and OVERFLOW.search(said + shape[:2000]):
-        return overflow(said, shape)
+        return overflow(said, shape[:MAX_WORDS])
     if status == 0 and not said:
         said = "the server reported an error and gave no reason"
     kind, advice, again = "server", "", "stream" if status == 0 else ""
@@ -517,7 +576,7 @@ def explain(status, body, backend, url, wait=None):
         again = next((f"field:{name}" for name, look in backend.optional_looks() if re.search(look, said)), "")
     advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url, host=urlsplit(url).netloc)
     code = f"HTTP {status}" if status else ""
-    return MMError(kind, backend.redact(compose(said, code, advice)), again, wait if wait is not None else 1.0)
+    return MMError(kind, compose(said, code, advice), again, wait if wait is not None else 1.0)
 
 
 def compose(said, code, advice, limit=500):
@@ -529,7 +588,7 @@ def compose(said, code, advice, limit=500):
 def overflow(said, shape):
     """The two numbers of a context overflow, wherever the server put them."""
     def number(pattern, key):
-        in_json = re.search(rf'"{key}"\s*:\s*(\d+)', shape)
+        in_json = re.search(rf'"{key}"\s*:\s*(\d{{1,12}})', shape)
         found = in_json or pattern.search(said)
         return next((int(group) for group in found.groups() if group), 0) if found else 0
     prompt, window = number(OVERFLOW_PROMPT, "n_prompt_tokens"), number(OVERFLOW_WINDOW, "n_ctx")
@@ -573,11 +632,12 @@ def explain_exception(error, backend, proxy, answered):
         return MMError("unreachable", f"no host named {host} is known: check the URL{backend.container_advice()}")
     if undialled:
         return MMError("unreachable", compose(f"nothing answers at {show_url(backend.url)} ({undialled})", "", backend.start_advice()))
-    if type(error).__module__.startswith("requests") and type(error).__name__.startswith(("Invalid", "Missing")):
-        return MMError("config", backend.redact(one_line(error)))
+    if any(type(e).__name__ in ("InvalidURL", "InvalidSchema", "InvalidProxyURL", "MissingSchema", "LocationParseError", "UnicodeError")
+           for e in chain):
+        return MMError("config", f"{show_url(backend.url)} is not a URL that can be asked: {one_line(error, 200)}")
     if any(type(e).__name__ in ("BadStatusLine", "LineTooLong", "UnknownProtocol") for e in chain) and "Remote end" not in repr(chain):
         return MMError("protocol", f"what answers at {show_url(backend.url)} does not speak HTTP: check the URL's port", "stream")
-    return MMError("interrupted", "the connection was cut before the server answered", "stream")
+    return MMError("interrupted", f"the connection was cut before the server answered ({reason})", "stream")
 
 
 class Undialled(OSError):
@@ -667,18 +727,20 @@ NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "windo
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 2.0
+MAX_LIST = 8 << 20  # bytes of a model list
 
 
 class Line:
     """The connection of one HTTP exchange; hang_up() ends it from any thread, at any moment from the first SYN on."""
 
     def __init__(self):
-        self.handles, self.hung_up = [], False
+        self.handles, self.connections, self.hung_up = [], [], False
 
-    def dial(self, host, port):
-        """-> a connected socket; raises Undialled with every address that was tried, or socket.gaierror inside it."""
+    def dial(self, host, port, connection):
+        """-> a connected socket for urllib3's connection; raises Undialled with every address tried, or gaierror inside it."""
         import socket
         tried = []
+        self.connections.append(connection)
         try:
             addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
         except OSError as error:
@@ -705,6 +767,12 @@ class Line:
             self.hang_up()
             raise OSError("hung up")
 
+    def close(self):
+        """Closes what hang_up() ended; for the thread that read from it. (urllib3's pools leave that to the garbage collector.)"""
+        self.hang_up()
+        for connection in self.connections:
+            connection.close()
+
     def hang_up(self):
         import socket
         self.hung_up = True
@@ -730,7 +798,7 @@ def open_session(line, url):
 
     class Dialled:
         def _new_conn(self):
-            return line.dial(self.host, self.port)
+            return line.dial(self.host, self.port, self)
 
     class Plain(Dialled, HTTPConnection):
         pass
@@ -767,38 +835,50 @@ def open_session(line, url):
 def is_near(host):
     """Loopback and Docker's own names: never through a proxy."""
     return host == "localhost" or host.endswith((".localhost", ".docker.internal")) or host == "::1" or \
-        re.match(r"127\.\d+\.\d+\.\d+$", host) is not None
+        re.fullmatch(r"127(\.\d+){1,3}", host) is not None
 
 
-def fetch(backend, path, found):
+def fetch(line, backend, path, found):
     """GETs `path` below the base URL (below the server's root if it begins with "/") and calls found(status, JSON or None).
 
     The status is 0 when nothing answered. Meant to be run in a thread: a name look-up can outlast any timeout.
     """
-    line = Line()
+    answer = 0, None
     try:
         session, _ = open_session(line, backend.url)
         with session, session.get(backend.endpoint(path), headers=backend.headers(), stream=True, allow_redirects=False,
                                   timeout=PROBE_SECONDS) as response:
-            raw = response.raw.read(8 << 20, decode_content=True)
-            try:
-                found(response.status_code, json.loads(decoded(raw)))
-            except ValueError:
-                found(response.status_code, None)
-    except Exception:  # the probe only advises: whatever went wrong, nothing usable answered
-        found(0, None)
+            answer = response.status_code, None
+            answer = response.status_code, read_json(decoded(beginning(response, MAX_LIST)))
+    except Exception:  # the probe only advises: what cannot be read is not there
+        pass
     finally:
-        line.hang_up()
+        found(*answer)
+        line.close()
+
+
+def beginning(response, most):
+    """The first bytes of a body, whatever becomes of the rest."""
+    raw = b""
+    try:
+        for piece in response.raw.stream(1 << 14, decode_content=True):
+            raw += piece
+            if len(raw) > most:
+                break
+    except Exception:  # an error page that is itself broken still tells something
+        pass
+    return raw
 
 
 def fetch_all(asked, good, seconds=PROBE_SECONDS):
     """Fetches [(backend, path), …] side by side; -> (index, status, JSON) of the first in that order that is good, or None."""
     import queue
     import threading
-    box, answers, deadline = queue.SimpleQueue(), {}, time.monotonic() + seconds
+    box, answers, deadline, open_lines = queue.SimpleQueue(), {}, time.monotonic() + seconds, []
     for index, (backend, path) in enumerate(asked):
         found = lambda status, data, index=index: box.put((index, status, data))  # noqa: E731
-        threading.Thread(target=fetch, args=(backend, path, found), daemon=True).start()
+        open_lines.append(Line())
+        threading.Thread(target=fetch, args=(open_lines[-1], backend, path, found), daemon=True).start()
 
     def first_good():  # in order, as long as none before it may still answer
         for index in range(len(asked)):
@@ -810,12 +890,14 @@ def fetch_all(asked, good, seconds=PROBE_SECONDS):
             index, *answers[index] = box.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             break
+    for line in open_lines:  # what has not answered by now is not waited for
+        line.hang_up()
     return next(((index, *answers[index]) for index in sorted(answers) if good(*answers[index])), None)
 
 
 def model_ids(status, data):
     """The ids of a model list, most usable first, or None if it is no model list (Ollama without models says data: null)."""
-    if not isinstance(data, dict) or status != 200 or "data" not in data:
+    if not isinstance(data, dict) or status != 200 or not isinstance(data.get("data", ""), (list, type(None))):
         return None
     entries = [entry for entry in data["data"] or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
@@ -823,7 +905,7 @@ def model_ids(status, data):
         state = entry.get("status")
         unloaded = isinstance(state, dict) and state.get("value") not in (None, "loaded", "sleeping")
         return unloaded, "embed" in entry["id"].lower()
-    return [entry["id"] for entry in sorted(entries, key=rank)]
+    return [clean(entry["id"]) for entry in sorted(entries, key=rank)]
 
 
 def same_model(a, b):
@@ -862,7 +944,15 @@ class Backend:
             yield name, rf"\b{name}\b|does not support thinking" if name in self.entry["thinking"].get("off", {}) else rf"\b{name}\b"
 
     def redact(self, text):
-        return text.replace(self.key, "***") if self.key else text
+        """`text` without the key, and without what a URL can hold that is secret, however a server echoes them."""
+        parts = urlsplit(self.url)
+        pair = f"{parts.username or ''}:{parts.password}" if parts.password else ""
+        for secret in filter(None, (self.key, parts.password, self.query)):
+            text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
+        if pair:
+            import base64
+            text = text.replace(base64.b64encode(pair.encode()).decode(), "***")
+        return text
 
     def key_advice(self):
         variable = self.entry.get("apiKeyEnv") or "MM_API_KEY"
@@ -904,10 +994,11 @@ def base_url(text):
     try:
         parts = urlsplit(url)
         parts.port  # raises when it is no port
-    except ValueError as error:
-        raise MMError("config", f"the URL {one_line(text, 80)} is wrong: {error}") from None
-    if parts.scheme.lower() not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
-        raise MMError("config", f"{one_line(text, 80)} is not an http(s) URL")
+    except ValueError:
+        parts = None
+    if not parts or parts.scheme.lower() not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
+        shown = re.sub(r"//[^/]*@", "//***@", text.partition("?")[0])
+        raise MMError("config", f"{one_line(shown, 80)} is not an http(s) URL")
     path = re.sub(r"/+", "/", parts.path).rstrip("/")
     path = re.sub(r"/(chat/completions|completions|models)$", "", path)
     return urlunsplit((parts.scheme.lower(), parts.netloc, path or "/v1", "", "")), parts.query
@@ -923,11 +1014,20 @@ def provider_table(settings):
                                     + ", ".join(PROVIDERS))
         base = dict(PROVIDERS.get(like, PLAIN))
         if "url" in own:
+            named(f"{settings.source('providers')}.{name}.url", base_url, own["url"])
             base["fallback"] = []  # another machine's fallback is no fallback
         table[name] = {**base, **own}
         if not table[name]["url"]:
             raise MMError("config", f"{settings.source('providers')}.{name}: wants a url, or `like: NAME`")
     return table
+
+
+def named(where, function, *arguments):
+    """function(*arguments), its MMError beginning with where the fault stands."""
+    try:
+        return function(*arguments)
+    except MMError as error:
+        raise MMError(error.kind, f"{where}: {error.message}") from None
 
 
 def resolve(settings, environ=os.environ, needs_model=True):
@@ -939,6 +1039,8 @@ def resolve(settings, environ=os.environ, needs_model=True):
     name, url, notices = settings["provider"].strip(), settings["url"].strip(), []
     if name and name not in table:
         raise MMError("config", f"{settings.source('provider')}: no provider is called {one_line(name, 40)}: {', '.join(table)}")
+    if url:
+        named(settings.source("url"), base_url, url)
     if not name and url:
         port = urlsplit(base_url(url)[0]).port
         name = next((n for n in PROVIDERS if port and port == urlsplit(PROVIDERS[n]["url"]).port), "")
@@ -1030,7 +1132,12 @@ def dig(data, path, model):
             data = data[int(key)] if key.isdigit() and int(key) < len(data) else None
         else:
             data = data.get(key) if isinstance(data, dict) else None
-    return data if isinstance(data, int) and data > 0 else 0
+    return as_int(data)
+
+
+def as_int(value):
+    """A count that a server tells; 0 for anything that is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 53 else 0
 
 
 def probe(backend):
@@ -1095,27 +1202,36 @@ class Tap:
 
 def unpacked(pieces):
     """Undoes gzip where a body is gzip, whatever its headers say (mm asks for identity; some proxies compress all the same)."""
-    head, inflate, pieces = b"", None, iter(pieces)
+    head, pieces = b"", iter(pieces)
     for piece in pieces:
-        if inflate is None:
-            head, piece = b"", head + piece
-            if piece == b"\x1f":
-                head = piece
-                continue
-            if piece[:2] != b"\x1f\x8b":
-                yield piece
-                yield from pieces
-                return
-            import zlib
-            inflate = zlib.decompressobj(47)
-        try:
-            piece = inflate.decompress(piece)
-        except zlib.error:
-            raise MMError("protocol", "the server compressed the stream, and broke it: mm asks for no compression") from None
-        if piece:
-            yield piece
+        head += piece
+        if head == b"\x1f":
+            continue
+        if head[:2] == b"\x1f\x8b":
+            yield from inflated(head, pieces)
+        else:
+            yield head
+            yield from pieces
+        return
     if head:
         yield head
+
+
+def inflated(head, pieces):
+    """gzip's content, member by member, in pieces of at most 1 MiB, as a small body can hold gigabytes."""
+    import zlib
+    inflate = zlib.decompressobj(47)
+    for piece in itertools.chain([head], pieces):
+        while piece:
+            if inflate.eof:
+                inflate = zlib.decompressobj(47)
+            try:
+                content = inflate.decompress(piece, 1 << 20)
+            except zlib.error:
+                raise MMError("protocol", "the server compressed the stream, and broke it: mm asks for no compression") from None
+            if content:
+                yield content
+            piece = inflate.unconsumed_tail or inflate.unused_data
 
 
 def lines(pieces):
@@ -1170,7 +1286,7 @@ def events(lines):
             value = value[1:]
         if field == b"data":
             data.append(value)
-            size += len(value)
+            size += len(value) + 1
             if size > MAX_LINE:
                 raise MMError("protocol", f"the server sent an event of more than {MAX_LINE >> 20} MiB")
         elif field == b"event":
@@ -1242,7 +1358,6 @@ def deltas(pieces, backend, url):
 
 
 DONE = object()
-JSON_VALUE = json.JSONDecoder().raw_decode  # text -> (value, where it ends); a third faster than json.loads, which strips first
 
 
 def json_values(name, data, at_end, backend, url):
@@ -1254,17 +1369,17 @@ def json_values(name, data, at_end, backend, url):
         return []  # a gateway has wrapped another server's comment
     said = text.decode("utf-8", "replace")
     try:
-        value, end = JSON_VALUE(said)
+        value, end = json_value(said)
         if end == len(said):
             return [value]
-    except (ValueError, RecursionError):
+    except ValueError:
         pass
     if len(data) > 1:
         return [value for line in data for value in json_values(name, [line], at_end, backend, url)]
     if at_end:
         return []  # torn; the stream is told as broken by its missing end
     if text[:1] in b"{[":
-        raise MMError("protocol", f"the server sent an event that is not JSON: {one_line(said, 120)}", "stream")
+        raise MMError("protocol", f"the server sent an event that is not JSON: {one_line(backend.redact(said), 120)}", "stream")
     if name in ("", "message", "error"):
         raise explain(0, said, backend, url)
     return []
@@ -1279,15 +1394,16 @@ def json_body(body, backend, url):
         if place == len(text):
             return values
         try:
-            value, place = JSON_VALUE(text, place)
-        except (ValueError, RecursionError):
+            value, place = json_value(text, place)
+        except ValueError:
             break
         values.append(value)
-    if values or text[:1] in "{[" and page_title(text) is None:
+    title = page_title(text)
+    if values or text[:1] in "{[" and title is None:
         return values  # torn, which the missing end tells
-    if page_title(text) is not None:
-        raise web_page(page_title(text), url)
-    raise MMError("protocol", f"{url} answered with something that is no event stream: {one_line(text, 120)}")
+    if title is not None:
+        raise web_page(backend.redact(title), url)
+    raise MMError("protocol", f"{url} answered with something that is no event stream: {one_line(backend.redact(text[:4000]), 120)}")
 
 
 def is_error(name, value):
@@ -1297,20 +1413,21 @@ def is_error(name, value):
 
 
 def first_choice(chunk):
+    """The choice that is shown: the first, and with `n` above 1 none of the others."""
     choices = chunk.get("choices")
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    return choice if choice.get("index") in (None, 0, "0") else {}
 
 
 def read_chunk(chunk, choice):
     """The deltas of one chat.completion(.chunk) or text_completion and its choice. null means absent, everywhere."""
     progress = chunk.get("prompt_progress")
-    if isinstance(progress, dict) and all(isinstance(progress.get(key, 0), int) for key in ("processed", "total", "cache")):
-        cached = progress.get("cache", 0)
-        yield "progress", (progress.get("processed", 0) - cached, progress.get("total", 0) - cached)
-    if choice.get("index") in (None, 0):
-        delta = choice.get("delta") or choice.get("message") or choice
-        if isinstance(delta, dict):
-            yield from read_delta(delta)
+    if isinstance(progress, dict):
+        processed, total, cached = (as_int(progress.get(key)) for key in ("processed", "total", "cache"))
+        yield "progress", (processed - cached, total - cached)
+    delta = choice.get("delta") or choice.get("message") or choice
+    if isinstance(delta, dict):
+        yield from read_delta(delta)
     for key in ("model", "id"):
         if isinstance(chunk.get(key), str):
             yield key, chunk[key]
@@ -1370,11 +1487,6 @@ def without_halves(text, kind, halves):
         if "\ud800" <= text[-1] <= "\udbff":
             halves[kind], text = text[-1], text[:-1]
         return clean(text)
-
-
-def clean(text):
-    """`text` with surrogate pairs joined and lone surrogates replaced, so that it can be encoded."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 class Calls:
@@ -1437,10 +1549,10 @@ def parse_arguments(raw):
     if not raw.strip():
         return {}
     try:
-        value = json.loads(raw)
+        value = read_json(raw)
         if isinstance(value, str):  # encoded twice
-            value = json.loads(value)
-    except (ValueError, RecursionError):
+            value = read_json(value)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else {} if value is None else None
 
@@ -1499,19 +1611,23 @@ class ModelCall:
         import threading
         thread = threading.Thread(target=self.read, daemon=True)
         thread.start()
-        life, phase, progress = time.monotonic(), "first", None
+        phase, progress = "first", -1
+        silent = 0.0  # seconds waited since the last sign of life: not those that mm was stopped, or its output was stuck
         try:
             while True:
+                limit, began = self.limits[phase], time.monotonic()
+                patience = min(max(limit - silent, 0.001), 1.0) if limit else 1.0  # a second at most, so that a status line can move
                 try:
-                    kind, value = self.box.get(timeout=self.patience(life, phase))
+                    kind, value = self.box.get(timeout=patience)
                 except self.empty:
-                    silent = time.monotonic() - life
-                    if self.limits[phase] and silent >= self.limits[phase]:
+                    silent += patience
+                    if limit and silent >= limit:
                         if phase == "last":
                             return
                         raise stalled(silent, phase) from None
                     yield "waiting", silent
                     continue
+                silent += min(patience, time.monotonic() - began)
                 if self.stopped:
                     raise MMError("cancelled", "stopped")
                 if kind == "end":
@@ -1519,22 +1635,17 @@ class ModelCall:
                         raise value
                     return
                 if kind in TOKENS:
-                    life, phase = time.monotonic(), "next"
-                elif kind == "progress" and value != progress:
-                    life, progress = time.monotonic(), value
+                    silent, phase = 0.0, "next"
+                elif kind == "progress" and value[0] > progress:
+                    silent, progress = 0.0, value[0]
                 elif kind == "finish":
-                    life, phase = time.monotonic(), "last"
+                    silent, phase = 0.0, "last"
                 yield kind, value
                 if self.box.empty():
                     yield "waiting", 0.0
         finally:
             self.line.hang_up()
             thread.join(0.5)  # at once, unless it looks up a name
-
-    def patience(self, life, phase):
-        """Seconds to wait for the next delta: to the limit, but no more than one, so that a status line can move."""
-        left = life + self.limits[phase] - time.monotonic() if self.limits[phase] else 1.0
-        return min(max(left, 0.001), 1.0)
 
 
 def stalled(silent, phase):
@@ -1644,11 +1755,16 @@ class ChatCompletions:
         try:
             with session, self.post(session, url, body) as response:
                 if response.status_code >= 300:
-                    raise self.refusal(response, url, proxy)
+                    raise self.refusal(response, url, proxy, line)
                 answered = True
-                yield from deltas(Tap(body_pieces(response), tap, notice), self.backend, url)
+                yield from deltas(Tap(body_pieces(response), tap, notice), self.backend, show_url(url))
+        except MMError as error:
+            error.message = self.backend.redact(error.message)
+            raise
         except (OSError, HTTPException, HTTPError, ValueError) as error:
             raise explain_exception(error, self.backend, proxy, answered) from error
+        finally:
+            line.close()
 
     def end_thinking(self, its_id):
         """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Blocks for PROBE_SECONDS at most."""
@@ -1674,13 +1790,16 @@ class ChatCompletions:
             return self.post(session, target, body, redirects - 1)
         return response
 
-    def refusal(self, response, url, proxy):
+    def refusal(self, response, url, proxy, line):
         if response.status_code < 400:
-            return MMError("not_found", f"{show_url(url)} has moved to {show_url(moved_to(response, url))}: use that as the URL")
-        try:
-            said = response.raw.read(1 << 16, decode_content=True)
-        except Exception:  # an error page that is itself broken: its status still tells
-            said = b""
+            target = response.headers.get("Location")
+            told = f"has moved to {show_url(moved_to(response, url))}: use that as the URL" if target else f"gave HTTP {response.status_code}"
+            return MMError("not_found", f"{show_url(url)} {told}")
+        import threading
+        timer = threading.Timer(PROBE_SECONDS, line.hang_up)  # an error whose text never ends is still an error
+        timer.start()
+        said = beginning(response, MAX_WORDS)
+        timer.cancel()
         error = explain(response.status_code, said, self.backend, show_url(url), retry_after(response.headers))
         if proxy and response.status_code in (407, 502, 503, 504):
             error.message = compose(error.message, "", f"it was asked through the proxy {show_url(proxy)}")
@@ -1689,7 +1808,12 @@ class ChatCompletions:
 
 def moved_to(response, url):
     from urllib.parse import urljoin
-    return urljoin(url, response.headers.get("Location") or "")
+    try:
+        target = urljoin(url, response.headers.get("Location") or "")
+        urlsplit(target).port  # raises when it is no port
+        return target
+    except ValueError:
+        return url
 
 
 def same_place(url, target):
@@ -1700,7 +1824,7 @@ def same_place(url, target):
 def retry_after(headers):
     """Seconds to wait, from a Retry-After of seconds or of a date (RFC 9110, 10.2.3), or None."""
     value = headers.get("Retry-After", "").strip()
-    if value.isdigit():
+    if re.fullmatch(r"[0-9]+", value):
         return float(value[:6])
     from email.utils import parsedate_to_datetime
     try:
@@ -1897,7 +2021,6 @@ class Toolbox:
     def command(self, argv):
         """Runs argv; -> its output and exit status. Its whole process group ends with its time, its endless output, or stop()."""
         import select
-        import signal
         import subprocess
         environment = {key: value for key, value in os.environ.items() if key not in self.hidden and not key.endswith("_API_KEY")}
         process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -2065,10 +2188,6 @@ class Reply:
     def thinking_tokens(self):
         details = (self.usage or {}).get("completion_tokens_details")
         return as_int(details.get("reasoning_tokens") if isinstance(details, dict) else 0) or self.tokens["reasoning"]
-
-
-def as_int(value):
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def read_reply(incoming, reply):
@@ -2626,7 +2745,7 @@ class Pen:
         self.moves = self.terminal and not dumb
         self.styled = self.moves and not os.environ.get("NO_COLOR")
         self.column = {"begun": False}  # shared by two pens on one screen
-        self.pending = []
+        self.pending, self.busy = [], False  # busy: in a write, which can block
 
     def can_show(self, text):
         try:
@@ -2648,6 +2767,12 @@ class Pen:
     def control(self, sequence):
         self.pending.append(sequence)
 
+    def columns(self):
+        try:
+            return os.get_terminal_size(self.stream.fileno()).columns or 80
+        except (OSError, ValueError):
+            return 80
+
     def new_line(self):
         if self.column["begun"]:
             self.write("\n")
@@ -2659,12 +2784,15 @@ class Pen:
     def flush(self):
         text, self.pending = "".join(self.pending), []
         try:
+            self.busy = True
             if text:
                 self.stream.write(text)
                 self.stream.flush()
         except (OSError, ValueError):
             if not self.aside:
                 raise
+        finally:
+            self.busy = False
 
 
 class Person:
@@ -2749,6 +2877,7 @@ class Person:
             self.progress = min(100, max(0, event["processed"] * 100 // event["total"]))
 
     def status(self, text):
+        text = text[:self.side.columns() - 1]
         self.side.control(f"\r\x1b[K\x1b[2m{text}\x1b[0m" if self.side.styled else f"\r\x1b[K{text}")
         self.status_shown = True
         self.side.flush()
@@ -2884,9 +3013,13 @@ def exit_code(event, before):
 
 def run_turn(conversation, turn, view):
     """Shows the events of a turn; Ctrl-C is the conversation's, a second one ends whatever else hangs. -> exit code"""
-    import signal
     code = 0
-    before = signal.signal(signal.SIGINT, lambda *_: conversation.interrupt())
+
+    def on_interrupt(*_):
+        if view.out.busy:  # a reader that does not read: nothing but this ends the write
+            raise KeyboardInterrupt
+        conversation.interrupt()
+    before = signal.signal(signal.SIGINT, on_interrupt)
     try:
         for event in turn:
             code = exit_code(event, code)
@@ -2917,7 +3050,7 @@ class Repl:
 
     def __init__(self, conversation, view, session, history_file):
         self.conversation, self.view, self.session = conversation, view, session
-        self.terminal = sys.stdin.isatty()
+        self.terminal = sys.stdin is not None and sys.stdin.isatty()
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
 
@@ -2968,8 +3101,8 @@ class Repl:
         except KeyboardInterrupt:
             self.say("\n(Ctrl-D or /bye leaves)")
             return True
-        if re.match(r"/[a-z?]+(\s[^\n]*)?$", text.rstrip()):
-            return self.command(*text.rstrip().partition(" ")[::2])
+        if self.is_command(text):
+            return self.command(*(text.rstrip().split(None, 1) + [""])[:2])
         if text.strip():
             self.ask(text.strip("\n"))
         return True
@@ -2979,23 +3112,29 @@ class Repl:
         run_turn(self.conversation, self.conversation.ask(text), self.view)
         self.last = self.conversation.done()
 
+    @staticmethod
+    def is_command(text):
+        return re.match(r"/[a-z?]+(\s[^\n]*)?$", text.rstrip()) is not None
+
     def read_question(self):
         """One question: a line; lines joined by a trailing backslash; a block between triple quotes; a paste."""
         text = self.read_line("> ")
-        if text.lstrip().startswith('"""'):
-            text = text.lstrip()[3:]
-            while '"""' not in text:
-                text += "\n" + self.read_line(". ")
-            return text.replace('"""', "", 1).strip("\n")
-        while text.endswith("\\"):
-            text = text[:-1] + "\n" + self.read_line(". ")
-        return text
+        block = text.lstrip().startswith('"""')
+        text = text.lstrip()[3:] if block else text
+        try:
+            while '"""' not in text if block else text.endswith("\\"):
+                text = (text if block else text[:-1]) + "\n" + self.read_line(". ")
+        except EOFError:
+            pass  # what was said until here is the question
+        return text.replace('"""', "", 1).strip("\n") if block else text
 
     def read_line(self, prompt):
+        if sys.stdin is None:
+            raise EOFError
         text = input(prompt if self.terminal else "")
         if self.terminal and not self.readline and len(text.encode(errors="replace")) >= KERNEL_LINE:
             self.say(f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: use -f FILE or a pipe for long text")
-        while self.terminal and not text.startswith("/") and self.more_is_waiting():
+        while self.terminal and not self.is_command(text) and self.more_is_waiting():
             try:
                 text += "\n" + input("")
             except EOFError:
@@ -3224,7 +3363,9 @@ def start_demo():
 def replay(path):
     """The events of a recorded stream, or of several, one after another. Raises MMError("config") if it cannot be read."""
     raw = read_bytes(path, "--replay")
-    streams = [raw] if raw[:2] == b"\x1f\x8b" else re.findall(rb"(?s).+?(?:data:[ ]?\[DONE\]\s*|\Z)", raw) or [raw]
+    ends = [0, *(match.end() for match in re.finditer(rb"(?m)^data:[ ]?\[DONE\]\s*", raw)), len(raw)]
+    streams = [raw[start:end] for start, end in zip(ends, ends[1:]) if start < end] if raw[:2] != b"\x1f\x8b" else [raw]
+    streams = streams or [b""]
     backend, replies, started = Backend("replay", PLAIN, "http://replay"), [], time.monotonic()
     for stream in streams:
         reply = Reply()
@@ -3382,11 +3523,21 @@ def prepare_streams():
         if stream is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w"))
             continue
+        set_blocking(stream)
         import codecs
         plain = codecs.lookup(stream.encoding).name == "ascii" and not os.environ.get("PYTHONIOENCODING")
         stream.reconfigure(encoding="utf-8" if plain else None, errors="replace")
     if sys.stdin is not None:
         sys.stdin.reconfigure(errors="surrogateescape")
+        set_blocking(sys.stdin)
+
+
+def set_blocking(stream):
+    """A parent can hand over a pipe that does not block: writing to it would lose what does not fit just then."""
+    try:
+        os.set_blocking(stream.fileno(), True)
+    except (OSError, ValueError):
+        pass  # no file behind it
 
 
 def make_view(args):
@@ -3536,11 +3687,11 @@ def show_all(turn, view):
 def main(argv=None):
     """-> exit code. Whatever goes wrong becomes one line; a closed pipe ends mm quietly."""
     import gc
-    import signal
     gc.set_threshold(50_000, 20, 20)  # importing requests makes many objects, which all stay
     prepare_streams()
     view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         args = parser().parse_intermixed_args(argv)
         view = make_view(args)
@@ -3560,6 +3711,9 @@ def main(argv=None):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own last flush is quiet
         if not isinstance(error, BrokenPipeError):
             Pen(sys.stderr, aside=True).say(f"mm: the output cannot be written: {error.strerror or error}\n")
+        return 1
+    except Exception as error:  # a fault of mm's own, which a traceback would not mend for its user
+        Pen(sys.stderr, aside=True).say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")
         return 1
     finally:
         view.wipe()
