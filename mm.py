@@ -334,7 +334,7 @@ def xdg_home(variable, default, environ=os.environ):
 
 def take_file(settings, path, named_by):
     """Puts a config file's values into `settings`; -> its faults, a line each."""
-    name = os.path.basename(path) if not named_by else path
+    name = path
     try:
         with open(path, "rb") as file:
             raw = file.read(1 << 20)
@@ -785,13 +785,22 @@ class Line:
             handle.close()
 
 
+def need_requests():
+    """The package, imported when it is needed, as that takes longer than all else. Raises MMError("config")."""
+    try:
+        import requests
+    except ImportError:
+        raise MMError("config", "mm needs the package requests: pip install requests (or run it with `uv run mm.py`)") from None
+    return requests
+
+
 def open_session(line, url):
     """A requests.Session whose connections are dialled by `line`, and the proxy it uses for `url` (or "").
 
     Neither ~/.netrc nor the proxy variables are left to requests: netrc would replace the key, and a proxy would be asked
     for loopback.
     """
-    import requests  # 70 ms: not before it is needed
+    requests = need_requests()
     from requests.adapters import HTTPAdapter
     from urllib3.connection import HTTPConnection, HTTPSConnection
     from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
@@ -841,17 +850,18 @@ def is_near(host):
 def fetch(line, backend, path, found):
     """GETs `path` below the base URL (below the server's root if it begins with "/") and calls found(status, JSON or None).
 
-    The status is 0 when nothing answered. Meant to be run in a thread: a name look-up can outlast any timeout.
+    Where nothing answered, that is (0, an MMError which says why). Meant to be run in a thread: a name look-up can outlast any timeout.
     """
-    answer = 0, None
+    answer, proxy = (0, None), ""
     try:
-        session, _ = open_session(line, backend.url)
+        session, proxy = open_session(line, backend.url)
         with session, session.get(backend.endpoint(path), headers=backend.headers(), stream=True, allow_redirects=False,
                                   timeout=PROBE_SECONDS) as response:
             answer = response.status_code, None
             answer = response.status_code, read_json(decoded(beginning(response, MAX_LIST)))
-    except Exception:  # the probe only advises: what cannot be read is not there
-        pass
+    except Exception as error:  # the probe only advises: what cannot be read is not there
+        if not answer[0]:
+            answer = 0, error if isinstance(error, MMError) else explain_exception(error, backend, proxy, False)
     finally:
         found(*answer)
         line.close()
@@ -987,6 +997,7 @@ def base_url(text):
     A path of its own is kept as it is. Raises MMError("config").
     """
     url = text.strip()
+    url = "localhost:" + url.lstrip(":") if re.fullmatch(r":?\d{2,5}(/.*)?", url) else url  # a port alone
     if "://" not in url:
         host = re.split(r"[/:?]", url.lstrip("["))[0]
         local = is_near(host) or "." not in host or re.match(r"[\d.]+$", host) or re.match(r"\[|[^/?]*:\d", url)
@@ -1038,7 +1049,12 @@ def resolve(settings, environ=os.environ, needs_model=True):
     table = provider_table(settings)
     name, url, notices = settings["provider"].strip(), settings["url"].strip(), []
     if name and name not in table:
-        raise MMError("config", f"{settings.source('provider')}: no provider is called {one_line(name, 40)}: {', '.join(table)}")
+        raise MMError("config", f"{settings.source('provider')}: no provider is called {one_line(name, 40)}"
+                                f"{did_you_mean(name, table)}: {', '.join(table)}")
+    if url and settings.source("url").startswith("$") and settings.source("provider").startswith("-") and name in table \
+            and not table[name].get("local"):
+        notices.append(f"-p {name} puts {settings.source('url')} aside")  # or a hosted service's key would go there
+        url = ""
     if url:
         named(settings.source("url"), base_url, url)
     if not name and url:
@@ -1095,13 +1111,17 @@ def discover(table, environ, notices):
     return backend, model_ids(*found[1:])
 
 
+def takes_first_model(backend):
+    """Whether a model need not be named, and no key either: the user's own server, not a hosted one."""
+    return backend.entry["local"] or backend.name == "server"
+
+
 def first_model(backend, ids, notices):
-    if ids is None and (backend.entry["local"] or backend.name == "server"):
-        found = fetch_all([(backend, "models")], lambda status, data: status > 0)
-        status, data = found[1:] if found else (0, None)
+    if ids is None and takes_first_model(backend):
+        status, data = ask_models(backend)
         ids = model_ids(status, data)
         if ids is None:
-            raise no_models(backend, status)
+            raise no_models(backend, status, data)
     if ids:
         notices.append(f"using the model {ids[0]}")
         return ids[0]
@@ -1110,13 +1130,23 @@ def first_model(backend, ids, notices):
     raise MMError("config", f"no model is named: say -m MODEL (mm --models lists those of {backend.name})")
 
 
-def no_models(backend, status):
-    """MMError for a server that gave no model list but this HTTP status (0: nothing answered)."""
+def ask_models(backend):
+    """-> (status, model list) or (0, MMError)."""
+    found = fetch_all([(backend, "models")], lambda status, data: True)
+    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and said nothing for {PROBE_SECONDS:g} s: is it busy?")
+    return found[1:] if found else (0, slow)
+
+
+def no_models(backend, status, data):
+    """MMError for a server that gave no model list but this (see ask_models)."""
     where = show_url(backend.endpoint("models"))
+    if not status and data.kind == "interrupted":
+        return MMError("unreachable", compose(f"{show_url(backend.url)}: {data.message}", "", backend.start_advice()))
     if not status:
-        return MMError("unreachable", compose(f"nothing answers at {show_url(backend.url)}", "", backend.start_advice()))
+        return data
     if status in (401, 403):
-        return MMError("auth", compose(f"{where} wants a key", f"HTTP {status}", backend.key_advice()))
+        refuses = "refuses the key" if backend.key else "wants a key"
+        return MMError("auth", compose(f"{where} {refuses}", f"HTTP {status}", backend.key_advice()))
     return MMError("not_found", compose(f"{where} gives no model list", f"HTTP {status}", "is the URL right (most end in /v1)?"))
 
 
@@ -1141,17 +1171,16 @@ def as_int(value):
 
 
 def probe(backend):
-    """What a server says of itself: {"answers": HTTP status or 0, "models": [ids] or None, "window": tokens or 0}."""
-    found = fetch_all([(backend, "models")], lambda status, data: status > 0)
-    status, data = found[1:] if found else (0, None)
-    window = 0
+    """What a server says of itself: {"models": [ids] or None, "fault": an MMError where there are none, "window": tokens or 0}."""
+    status, data = ask_models(backend)
+    ids, window = model_ids(status, data), 0
     for path, keys in backend.entry["window"] if status else []:
         if path != "models":
             found = fetch_all([(backend, path)], lambda status, data: status > 0)
         window = dig(data if path == "models" else found and found[2], keys, backend.model)
         if window:
             break
-    return {"answers": status, "models": model_ids(status, data), "window": window}
+    return {"models": ids, "fault": None if ids is not None else no_models(backend, status, data), "window": window}
 
 
 # ======================================================================================================================
@@ -1649,10 +1678,11 @@ class ModelCall:
 
 
 def stalled(silent, phase):
+    silent = f"{silent:.2g}" if silent < 1 else f"{silent:.0f}"
     if phase == "first":
-        return MMError("stalled", f"nothing came for {silent:.0f} s: is the model still loading, or the prompt very long? "
+        return MMError("stalled", f"nothing came for {silent} s: is the model still loading, or the prompt very long? "
                                   "--first-token (firstTokenTimeout) sets the limit")
-    return MMError("stalled", f"the stream fell silent for {silent:.0f} s: --watchdog (watchdogTimeout) sets the limit")
+    return MMError("stalled", f"the stream fell silent for {silent} s: --watchdog (watchdogTimeout) sets the limit")
 
 
 # ======================================================================================================================
@@ -3053,6 +3083,8 @@ class Repl:
         self.terminal = sys.stdin is not None and sys.stdin.isatty()
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
+        self.ended = False  # the input, behind a line that is still to be answered
+        self.ahead = False  # whether what waits was typed during the answer: lines of their own, no paste
 
     def open_readline(self, path):
         try:
@@ -3111,10 +3143,11 @@ class Repl:
         self.view.begin()
         run_turn(self.conversation, self.conversation.ask(text), self.view)
         self.last = self.conversation.done()
+        self.ahead = True
 
     @staticmethod
     def is_command(text):
-        return re.match(r"/[a-z?]+(\s[^\n]*)?$", text.rstrip()) is not None
+        return re.match(r"/[A-Za-z?]+(\s[^\n]*)?$", text.rstrip()) is not None
 
     def read_question(self):
         """One question: a line; lines joined by a trailing backslash; a block between triple quotes; a paste."""
@@ -3129,29 +3162,31 @@ class Repl:
         return text.replace('"""', "", 1).strip("\n") if block else text
 
     def read_line(self, prompt):
-        if sys.stdin is None:
+        if sys.stdin is None or self.ended:
             raise EOFError
+        self.ahead = self.ahead and self.terminal and self.more_is_waiting(0)
         text = input(prompt if self.terminal else "")
         if self.terminal and not self.readline and len(text.encode(errors="replace")) >= KERNEL_LINE:
             self.say(f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: use -f FILE or a pipe for long text")
-        while self.terminal and not self.is_command(text) and self.more_is_waiting():
+        while self.terminal and not self.ahead and not self.is_command(text) and self.more_is_waiting(0.02):
             try:
                 text += "\n" + input("")
             except EOFError:
+                self.ended = True
                 break
         return readable(text)
 
     @staticmethod
-    def more_is_waiting():
-        """Whether the terminal already holds another line: a paste, where bracketed paste is not to be had."""
+    def more_is_waiting(seconds):
+        """Whether the terminal holds another line already: a paste, where bracketed paste is not to be had."""
         import select
-        return bool(select.select([sys.stdin], [], [], 0.02)[0])
+        return bool(select.select([sys.stdin], [], [], seconds)[0])
 
     def say(self, text):
         self.view.note(text)
 
     def command(self, name, rest):
-        rest = rest.strip()
+        name, rest = name.lower(), rest.strip()
         if name in ("/bye", "/exit", "/quit"):
             return False
         method = COMMANDS.get(name, (None,))[0]
@@ -3282,8 +3317,8 @@ COMMANDS = {  # name: (method of Repl, its words, what it does)
 def list_models(backend):
     """The server's model ids, in its own order of use. Raises MMError where it tells none."""
     told = probe(backend)
-    if told["models"] is None:
-        raise no_models(backend, told["answers"])
+    if told["fault"]:
+        raise told["fault"]
     return told["models"]
 
 
@@ -3395,7 +3430,9 @@ def parser():
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            raise MMError("config", f"{message} (mm --help)")
+            wrong = re.match(r"unrecognized arguments: (--[a-z-]+)", message)
+            hint = did_you_mean(wrong.group(1), self._option_string_actions) if wrong else ""
+            raise MMError("config", f"{message}{hint or ' (mm --help)'}")
 
     class Help(argparse.RawDescriptionHelpFormatter):
         def __init__(self, prog):
@@ -3460,8 +3497,10 @@ def sampling_options(pairs):
     out = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or not key or key in ("model", "messages", "tools"):
-            raise MMError("config", f"-o {one_line(pair, 60)}: wants KEY=VALUE, where KEY is not model, messages or tools")
+        if not equals or not key:
+            raise MMError("config", f"-o {one_line(pair, 60)}: wants KEY=VALUE")
+        if key in ("model", "messages", "tools"):
+            raise MMError("config", f"-o {one_line(pair, 60)}: mm fills in {key} itself")
         field = json_or_text(value)
         for part in reversed(key.split(".")):
             field = {part: field}
@@ -3556,13 +3595,14 @@ def wants_repl(args):
 def check(backend, settings):
     """--check: -> (lines, exit code)."""
     told = probe(backend)
-    models, status = told["models"], told["answers"]
-    answers = f"yes, {len(models)} model{'s' * (len(models) != 1)}" if models is not None else f"no: {no_models(backend, status).message}"
-    model = backend.model or "(none named: -m MODEL)"
+    models, model = told["models"], backend.model or "none named: -m MODEL"
+    answers = f"yes, {len(models)} model{'s' * (len(models) != 1)}" if models is not None else f"no: {told['fault'].message}"
+    if models and not backend.model and takes_first_model(backend):
+        model = f"{models[0]} (the server's first)"
     if models and backend.model and not any(same_model(name, backend.model) for name in models):
         model += " (not in the server's list)"
     rows = [("provider", backend.name), ("url", show_url(backend.url)), ("model", model),
-            ("key", backend.key_advice() if not backend.entry["local"] or backend.key else "none is needed"),
+            ("key", backend.key_advice() if backend.key or not takes_first_model(backend) else "none ($MM_API_KEY is not set)"),
             ("answers", answers), ("context", f"{told['window']:,} tokens" if told["window"] else "not told"),
             ("config", settings.file or "none")]
     return [f"{name:<9} {value}" for name, value in rows], 0 if models is not None else 1
@@ -3582,8 +3622,10 @@ def run(args, view):
         return print_rows(session_lines(), view)
     settings = settings_of(args)
     path, history, notices = resumed(args, settings)
+    tell(view, notices)
     view.hide = view.hide or not settings["showThinking"] and not args.json
     sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
+    need_requests()
     question = question_of(args, notices, view)
     if args.demo:
         backend = Backend("demo", {"apiKeyEnv": ""}, start_demo(), "scripted")
@@ -3599,11 +3641,17 @@ def run(args, view):
         return print_rows(list_models(backend), view)
     conversation, session = make_conversation(args, settings, backend, toolbox, path)
     conversation.history += history
-    show_all(({"type": "notice", "message": notice} for notice in notices + think_notices(conversation)), view)
+    tell(view, notices + think_notices(conversation))
     code = run_turn(conversation, conversation.ask(question), view) if question else 0
     if wants_repl(args):
         return Repl(conversation, view, session, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run()
     return code
+
+
+def tell(view, notices):
+    """Shows notices, and forgets them."""
+    while notices:
+        view.show({"type": "notice", "message": notices.pop(0)})
 
 
 def resumed(args, settings):
@@ -3693,7 +3741,11 @@ def main(argv=None):
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        args = parser().parse_intermixed_args(argv)
+        argv = sys.argv[1:] if argv is None else argv
+        view = Ndjson(view.out) if "--json" in argv else view
+        words = argv.index("--") if "--" in argv else len(argv)  # argparse loses it when options and words mix
+        args = parser().parse_intermixed_args(argv[:words])
+        args.question += argv[words + 1:]
         view = make_view(args)
         code = run(args, view)
         sys.stdout.flush()
