@@ -3,21 +3,28 @@
 What depends on bytes and time talks to Server, a scripted server on loopback; what depends on a terminal runs in Terminal,
 a pseudo-terminal; plain requests are answered by the `responses` library. Nothing here needs a model or a network.
 """
+import argparse
+import collections
 import gzip
 import json
+import multiprocessing
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import socket
 import stat
+import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -1982,3 +1989,324 @@ def test_help_and_version_tell_of_what_works(run_mm):
     result = run_mm("--help")
     assert result.code == 0 and all(option in result.out for option in ("--provider", "--replay", "--check", "llamacpp", "130"))
     assert run_mm("--version").out.split() == ["mm", mm.__version__]
+
+# ======================================================================================================================
+# A real llama-server: make live LLAMA_URL="http://127.0.0.1:8080/v1 ..."
+# ======================================================================================================================
+
+LIVE_URLS = os.environ.get("LLAMA_URL", "").split()
+HOW = "no LLAMA_URL: start `llama-server -m MODEL.gguf --port 8080`, then make live LLAMA_URL=http://127.0.0.1:8080/v1"
+
+
+@pytest.fixture(params=LIVE_URLS or [""])
+def llama(request):
+    """The options that reach a real llama-server; its key is in LLAMA_KEY, more options (for a small model) in LLAMA_OPTIONS."""
+    if not request.param:
+        pytest.skip(HOW)
+    return ["-p", "llamacpp", "--url", request.param, *shlex.split(os.environ.get("LLAMA_OPTIONS", ""))]
+
+
+@pytest.fixture
+def ask_llama(run_mm, llama):
+    return lambda *args, **more: run_mm(*llama, *args, env={"MM_API_KEY": os.environ.get("LLAMA_KEY", "")}, **more)
+
+
+@pytest.mark.live
+def test_a_real_server_says_what_it_serves(ask_llama):
+    result = ask_llama("--check")
+    assert result.code == 0 and re.search(r"context\s+[\d,]+ tokens", result.out)
+
+
+@pytest.mark.live
+def test_a_real_answer_is_told_with_its_figures_and_replays_the_same(ask_llama, tmp_path):
+    live = ask_llama("-o", "max_tokens=60", "--json", "--tap", str(tmp_path / "tap"), "Say hello.")
+    done = live.events[-1]
+    assert done["type"] == "done" and done["finish_reason"] in ("stop", "length") and done["timings"]["predicted_n"] > 0
+    assert done["usage"]["completion_tokens"] > 0 and [e for e in live.events if e["type"] in ("reasoning", "answer")]
+    again = ask_llama("--json", "--replay", str(tmp_path / "tap"))
+    told = [[e for e in run.events if e["type"] in ("reasoning", "answer", "progress")] for run in (live, again)]
+    assert told[0] == told[1] and again.events[-1]["usage"] == done["usage"]
+
+
+@pytest.mark.live
+def test_a_real_server_reads_only_what_is_new_from_the_second_question_on(ask_llama):
+    text = "Here are some words: " + " ".join(f"word{n}" for n in range(60))
+    result = ask_llama("-o", "max_tokens=12", "-i", "--json", stdin=f"{text}\nand now?\n")
+    first, second = [e["timings"] for e in result.events if e["type"] == "done"]
+    assert second["cache_n"] > 100 and second["prompt_n"] < first["prompt_n"] + first["cache_n"]
+
+
+@pytest.mark.live
+def test_a_real_overflow_is_told_with_its_two_numbers(ask_llama):
+    result = ask_llama("--json", stdin="word " * 40000)
+    error = next(e for e in result.events if e["type"] == "error")
+    assert error["kind"] == "overflow" and len(re.findall(r"\d[\d,]{3,}", error["message"])) == 2 and result.code == 1
+
+
+@pytest.mark.live
+def test_a_real_stream_that_is_left_frees_the_server_for_the_next(ask_llama, llama, terminal):
+    screen = terminal(*llama, "-i", env={"MM_API_KEY": os.environ.get("LLAMA_KEY", "")})
+    screen.expect("> ")
+    screen.send("Count from 1 to 1000 in words.\n")
+    while not {"💭", "🤖"} & set(screen.shown):
+        assert screen.process.poll() is None
+        screen.take()
+    while "stopped" not in screen.shown:  # the first one may only end the thinking
+        assert screen.process.poll() is None
+        screen.send("\x03")
+        screen.take(0.5)
+    assert ask_llama("-o", "max_tokens=5", "--first-token", "20", "--json", "hi").events[-1]["finish_reason"] in ("stop", "length")
+
+# ======================================================================================================================
+# Benchmarks: make bench, which runs this file as a program
+#
+# mm against curl -N, plain requests and the openai client, in one run: the contenders take turns, medians are shown, and the
+# exit status is 0 whatever they are, since this measures and does not test. Linux only (wait4; one clock for all processes).
+# ======================================================================================================================
+
+PACED, BURST, OPENAI_BURST, LIMIT = 300, 200_000, 20_000, 40  # tokens per run; the most seconds that a run may take
+WORDS = tuple(f"w{number} " if number % 16 else f"w{number}\n" for number in range(1000))
+# Linux counts what a process was before exec into its peak RSS, so that a child's is never below its parent's. Hence a
+# bare interpreter, smaller than anything measured, starts, times and reaps each command.
+LAUNCHER = """import os, sys, time
+null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2)]
+start = time.perf_counter()
+status, usage = os.wait4(os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ, file_actions=null), 0)[1:]
+print(status, time.perf_counter() - start, usage.ru_maxrss / 1024)"""
+REQUESTS = """import json, sys, requests
+headers = {"Content-Type": "application/json"}
+with requests.post(sys.argv[1], data=sys.argv[2], headers=headers, stream=True) as reply:
+    for line in reply.iter_lines():
+        if line.startswith(b"data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                sys.stdout.write(choice["delta"].get("content") or "")"""
+OPENAI = """import sys, openai
+client, asked = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0), [{"role": "user", "content": "hi"}]
+for event in client.chat.completions.create(model=sys.argv[2], messages=asked, stream=True):
+    if event.choices and event.choices[0].delta.content:
+        sys.stdout.write(event.choices[0].delta.content)"""
+Setup = collections.namedtuple("Setup", "url mm openai environ rounds")
+
+
+def bench_frame(chunked, data):
+    """`data`, as an HTTP chunk if chunked."""
+    return b"%x\r\n%s\r\n" % (len(data), data) if chunked else data
+
+
+def bench_event(chunked, delta, finish=None, **extra):
+    """One SSE event as llama.cpp writes it; without a choice if delta is None."""
+    choices = [] if delta is None else [{"finish_reason": finish, "index": 0, "delta": delta}]
+    body = {"choices": choices, "created": 1796069821, "id": "chatcmpl-x", "model": "m", "system_fingerprint": "b0",
+            "object": "chat.completion.chunk", **extra}
+    return bench_frame(chunked, b"data: %s\n\n" % json.dumps(body, separators=(",", ":")).encode())
+
+
+def bench_reply(kind, count, chunked):
+    """The pieces of a reply as they are to be sent.
+
+    short: thinking and `count` tokens at once; burst: `count` tokens as fast as they are taken; pace: one every 5 ms,
+    its content the time at which it was sent.
+    """
+    yield bench_event(chunked, {"role": "assistant", "content": None})
+    if kind == "pace":
+        start = time.monotonic()
+        for turn in range(count):
+            time.sleep(max(0, start + turn * 0.005 - time.monotonic()))
+            yield bench_event(chunked, {"content": "%020d " % time.monotonic_ns()})
+    else:
+        block = b"".join(bench_event(chunked, {"content": word}) for word in WORDS[:count])
+        yield bench_event(chunked, {"reasoning_content": "hm "}) * 10 + block if kind == "short" else block
+        for _ in range(count // len(WORDS) - 1):
+            yield block
+    usage = {"prompt_tokens": 1, "completion_tokens": count, "total_tokens": count + 1}
+    yield bench_event(chunked, {}, "stop") + bench_event(chunked, None, usage=usage) + bench_frame(chunked, b"data: [DONE]\n\n")
+    yield bench_frame(chunked, b"")
+
+
+class BenchHandler(BaseHTTPRequestHandler):
+    """Serves what the name of the model that is asked for says: KIND-COUNT-TRANSPORT."""
+
+    protocol_version, disable_nagle_algorithm, timeout = "HTTP/1.1", True, LIMIT
+
+    def log_message(self, *args):
+        """Nothing is logged."""
+
+    def begin(self, *headers):
+        self.send_response(200)
+        for header in headers:
+            self.send_header(*header)
+        self.end_headers()
+
+    def do_GET(self):
+        body = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
+        self.begin(("Content-Type", "application/json"), ("Content-Length", str(len(body))))
+        self.wfile.write(body)
+
+    def do_POST(self):
+        kind, count, transport = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"].split("-")
+        chunked = transport == "chunked"
+        try:
+            self.begin(("Content-Type", "text/event-stream"),
+                       ("Transfer-Encoding", "chunked") if chunked else ("Connection", "close"))
+            for piece in bench_reply(kind, int(count), chunked):
+                self.wfile.write(piece)
+        except OSError:  # the client left
+            self.close_connection = True
+
+
+def bench_command(setup, who, model):
+    """The command line with which a contender asks for a reply."""
+    body = json.dumps({"model": model, "stream": True, "messages": [{"role": "user", "content": "hi"}]})
+    post = setup.url + "/chat/completions"
+    return {"mm": [sys.executable, setup.mm, "--url", setup.url, "-m", model, "hi"],
+            "curl": ["curl", "-sN", "-H", "Content-Type: application/json", "-d", body, post],
+            "requests": [sys.executable, "-c", REQUESTS, post, body],
+            "openai": [setup.openai, "-c", OPENAI, setup.url, model]}[who]
+
+
+def bench_run(setup, line, use=lambda child: child.communicate(timeout=LIMIT)[0].decode()):
+    """What use(child) makes of a command line that writes into a pipe: its output; nothing of it is left running."""
+    child = subprocess.Popen(line, env=setup.environ, bufsize=0, start_new_session=True, stdin=subprocess.DEVNULL,
+                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        return use(child)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.stdout.close()
+        child.wait()
+
+
+def bench_check(setup, line, count):
+    """One unmeasured run: ValueError if it does not write what a short or burst reply of `count` tokens says."""
+    text = bench_run(setup, line)
+    if text.strip() != "".join((WORDS * -(-count // len(WORDS)))[:count]).strip():
+        raise ValueError(f"wrong answer: {text[:40]!a}")
+
+
+def bench_cost(setup, line):
+    """(seconds, peak RSS in MiB) of a command line whose output goes to /dev/null."""
+    status, seconds, peak = bench_run(setup, [sys.executable, "-ISc", LAUNCHER, *line]).split()
+    if status != "0":
+        raise ValueError(f"wait status {status}")
+    return float(seconds), float(peak)
+
+
+def token_delays(child):
+    """(median, 99th percentile) in ms of the time from sending a token to reading it from the client's output."""
+    end, rest, delays = time.monotonic() + LIMIT, b"", []
+    while select.select([child.stdout], [], [], max(0, end - time.monotonic()))[0]:
+        data, now = os.read(child.stdout.fileno(), 1 << 16), time.monotonic_ns()
+        if not data:
+            break
+        *whole, rest = re.split(rb"(?<=\d{20}) ", rest + data)
+        delays += [(now - int(part[-20:])) / 1e6 for part in whole]
+    if len(delays) != PACED:
+        raise ValueError(f"{len(delays)} of {PACED} tokens")
+    return statistics.median(delays), sorted(delays)[PACED * 99 // 100]
+
+
+def in_turn(rounds, measure, lines):
+    """measure(line) of each command line in each round, every other round backwards; -> a list of results for each."""
+    results = [[] for _ in lines]
+    for turn in range(rounds):
+        for index in range(len(lines))[::-1 if turn % 2 else 1]:
+            results[index].append(measure(lines[index]))
+    return results
+
+
+def bench_row(name, shown, ours, theirs, mode, want):
+    """The table row that compares medians. mode: "-" difference, "/" ratio, at most `want`; "*" ratio, at least `want`.
+
+    noise: the spread of the baseline between rounds, from 8 rounds on without the highest and the lowest eighth.
+    """
+    mine, base, ordered = statistics.median(ours), statistics.median(theirs), sorted(theirs)
+    spread = ordered[-1 - len(ordered) // 8] - ordered[len(ordered) // 8]
+    value = mine - base if mode == "-" else mine / base
+    met = value >= want if mode == "*" else value <= want
+    result, noise = ("%+.2f", shown % spread) if mode == "-" else ("%.2fx", "%.0f%%" % (100 * spread / base))
+    return (name, shown % mine, shown % base, result % value, (">= " if mode == "*" else "<= ") + str(want), noise,
+            "met" if met else "NOT MET")
+
+
+def delay_rows(setup, transport):
+    """Token latency against curl -N."""
+    lines = [bench_command(setup, who, f"pace-{PACED}-{transport}") for who in ("mm", "curl")]
+    ours, theirs = in_turn(setup.rounds, lambda line: bench_run(setup, line, token_delays), lines)
+    for name, want, mine, base in zip(("median", "p99"), (0.6, 5), zip(*ours), zip(*theirs)):
+        yield bench_row(f"token delay, {name}, ms: curl -N, {transport}", "%.2f", mine, base, "-", want)
+
+
+def burst_rows(setup, transport):
+    """Throughput against openai's, each less its own short run; memory against the short run's."""
+    plan = [("mm", BURST)] + [("openai", OPENAI_BURST)] * bool(setup.openai)
+    for who, count in plan:
+        bench_check(setup, bench_command(setup, who, f"burst-{count}-{transport}"), count)
+    lines = [bench_command(setup, who, f"{job}-{transport}") for who, count in plan for job in (f"burst-{count}", "short-10")]
+    runs = in_turn(min(3, setup.rounds), lambda line: bench_cost(setup, line), lines)
+    rates = [[count / 1000 / max(1e-9, long[0] - short[0]) for long, short in zip(*runs[2 * index:2 * index + 2])]
+             for index, (_, count) in enumerate(plan)]
+    name, shown = f"1000 deltas/s: openai, {transport}", "%.1f"
+    yield (bench_row(name, shown, *rates, "*", 10) if setup.openai else
+           (name, shown % statistics.median(rates[0]), "-", "-", ">= 10", "-", "not installed"))
+    peaks = [[peak for _, peak in each] for each in runs[:2]]
+    yield bench_row(f"peak RSS, MiB: its short run, {transport}", "%.1f", *peaks, "-", 12)
+
+
+def start_rows(setup, transport):
+    """Start-up, and a whole short run against plain requests."""
+    short = [bench_command(setup, who, f"short-10-{transport}") for who in ("mm", "requests")]
+    for line in short:
+        bench_check(setup, line, 10)
+    lines = [[sys.executable, setup.mm, "--version"], [sys.executable, "-c", "import argparse, json"], *short]
+    runs = in_turn(4 * setup.rounds, lambda line: bench_cost(setup, line)[0] * 1000, lines)
+    yield bench_row("--version, ms: import argparse, json", "%.0f", *runs[:2], "/", 2.2)
+    yield bench_row(f"one short answer, ms: requests, {transport}", "%.0f", *runs[2:], "/", 1.35)
+
+
+def all_rows(setup):
+    """Every row of the table; what could not be measured has one that says why."""
+    yield "measure: baseline", "mm", "baseline", "mm to baseline", "wanted", "noise", "verdict"
+    for rows, transport in ((start_rows, "chunked"), (delay_rows, "chunked"), (delay_rows, "plain"),
+                            (burst_rows, "chunked"), (burst_rows, "plain")):
+        try:
+            yield from rows(setup, transport)
+        except subprocess.TimeoutExpired:
+            yield f"{rows.__name__}, {transport}", *"-----", f"failed: took more than {LIMIT} s"
+        except (OSError, ValueError) as error:
+            yield f"{rows.__name__}, {transport}", *"-----", f"failed: {error}"
+
+
+def print_table(rows):
+    """Rows, of which the first is the head, as a Markdown table that can be read as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for cells in (rows[0], ["-" * width for width in widths], *rows[1:]):
+        print("| " + " | ".join(map(str.ljust, cells, widths)) + " |")
+
+
+def bench():
+    parser = argparse.ArgumentParser(description="Measures mm against curl -N, plain requests and the openai client.")
+    parser.add_argument("--mm", default=os.path.join(HERE, "mm.py"), help="path of mm.py")
+    parser.add_argument("--openai-python", default="", help="the python of a venv that has openai")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each measurement (default: 5)")
+    args = parser.parse_args()
+    with ThreadingHTTPServer(("127.0.0.1", 0), BenchHandler) as server:
+        parent = os.getpid()  # the server's process must not outlive it
+        server.service_actions = lambda: os.getppid() == parent or os._exit(0)
+        process = multiprocessing.get_context("fork").Process(target=server.serve_forever, daemon=True)
+        process.start()
+    try:
+        with tempfile.TemporaryDirectory() as home:  # no settings, proxies or netrc of the person who runs this
+            environ = {"PATH": os.environ.get("PATH", os.defpath), "HOME": home, "LANG": "C.UTF-8", "NO_PROXY": "*"}
+            openai = shutil.which(args.openai_python) or ""
+            if openai and subprocess.run([openai, "-c", "import openai"], stderr=subprocess.DEVNULL).returncode:
+                openai = ""
+            url = "http://127.0.0.1:%d/v1" % server.server_address[1]
+            print_table(list(all_rows(Setup(url, os.path.abspath(args.mm), openai, environ, max(1, args.rounds)))))
+    finally:
+        process.terminate()
+        process.join()
+
+
+if __name__ == "__main__":
+    bench()
