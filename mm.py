@@ -174,73 +174,34 @@ def clean(text):
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def as_flag(value):
-    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-    if isinstance(value, bool):
-        return value
-    return words[str(value).strip().lower()]
-
-
-def as_number(value):
-    if isinstance(value, bool):
+def that(fine, value):
+    if not fine:
         raise ValueError
-    number = float(value)
-    if not 0 <= number < 1e9:  # also refuses nan
-        raise ValueError
-    return number
+    return value
 
 
-def as_count(value):
-    number = as_number(value)
-    if number != int(number):
-        raise ValueError
-    return int(number)
+def number(value, most=1e9):
+    """Also from text such as 5e-4, as YAML gives it; no bool, nan or negative number."""
+    return that(not isinstance(value, bool) and 0 <= float(value) <= most, float(value))
 
 
-def as_fraction(value):
-    number = as_number(value)
-    if number > 1:
-        raise ValueError
-    return number
-
-
-def as_text(value):
-    if not isinstance(value, str):  # only JSON gets here with something else
-        raise ValueError
-    return clean(value)
-
-
-def as_names(value):
+def names(value):
     items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise ValueError
-    return [item.strip() for item in items if item.strip()]
+    return that(isinstance(items, list), [item.strip() for item in items if item.strip()])
 
 
-def as_map(value):
-    if not isinstance(value, dict):
-        raise ValueError
-    return typed(value)
-
-
-def one_of(*words):
-    def convert(value):
-        if value not in words:
-            raise ValueError
-        return str(value)
-    return convert
-
-
-KINDS = {  # kind: (how it is read, what a person is told it wants)
-    "text": (as_text, "text (put it in quotes)"),
-    "flag": (as_flag, "true or false"),
-    "seconds": (as_number, "a number of seconds, such as 20"),
-    "count": (as_count, "a whole number, 0 or more"),
-    "fraction": (as_fraction, "a number from 0 to 1"),
-    "names": (as_names, "a list of names"),
-    "map": (as_map, "a map of keys and values"),
-    "protocol": (one_of("chat", "completions"), "chat or completions"),
-    "template": (one_of("chatml", "llama3", "gemma", "mistral"), "chatml, llama3, gemma or mistral"),
+FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+FORMATS = ("chatml", "llama3", "gemma", "mistral")
+KINDS = {  # kind: (how it is read, which may raise anything; what a person is told it wants)
+    "text": (clean, "text (put it in quotes)"),
+    "flag": (lambda value: FLAGS[str(value).strip().lower()], "true or false"),
+    "seconds": (number, "a number of seconds, such as 20"),
+    "count": (lambda value: that(number(value) % 1 == 0, int(number(value))), "a whole number, 0 or more"),
+    "fraction": (lambda value: number(value, 1), "a number from 0 to 1"),
+    "names": (names, "a list of names"),
+    "map": (lambda value: that(isinstance(value, dict), typed(value)), "a map of keys and values"),
+    "protocol": (lambda value: that(value in ("chat", "completions"), str(value)), "chat or completions"),
+    "template": (lambda value: that(value in FORMATS, str(value)), ", ".join(FORMATS)),
 }
 
 
@@ -249,7 +210,7 @@ def converted(value, kind, where):
     convert, wanted = KINDS[kind]
     try:
         return convert(value)
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError, OverflowError, AttributeError):
         shown = {dict: "a map", list: "a list"}.get(type(value)) or f"'{one_line(value, 60)}'"  # a map could hold a key
         raise MMError("config", f"{where}: wants {wanted}, not {shown}") from None
 
@@ -1873,7 +1834,7 @@ def retry_after(headers):
 # ======================================================================================================================
 
 RESULT_BYTES = 16 << 10    # of a result that reach the model; the middle is cut out
-OUTPUT_BYTES = 64 << 20    # of output until a command counts as endless
+OUTPUT_BYTES = 8 << 20     # of output until a command counts as endless
 
 
 class ToolError(Exception):
@@ -2012,16 +1973,11 @@ class Toolbox:
         if not stat.S_ISREG(mode):
             raise ToolError(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'no regular file'}.")
         with open(real, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            raw = file.read(RESULT_BYTES)
-            if size > 2 * RESULT_BYTES:
-                file.seek(-RESULT_BYTES, os.SEEK_END)
-            tail = file.read(RESULT_BYTES)
-        if b"\0" in raw or b"\0" in tail:
-            raise ToolError(f"{path} is not text: {size:,} bytes.")
-        skipped = size - len(raw) - len(tail)
-        gap = f"\n[… {skipped:,} bytes left out …]\n".encode() if skipped > 0 else b""
-        return (raw + gap + tail).decode("utf-8", "replace")
+            raw = file.read(OUTPUT_BYTES)
+            more = os.fstat(file.fileno()).st_size - len(raw)
+        if b"\0" in raw:
+            raise ToolError(f"{path} is not text: {len(raw) + more:,} bytes.")
+        return raw.decode("utf-8", "replace") + (f"\n[… {more:,} bytes more …]" if more > 0 else "")
 
     def write_file(self, path, content):
         """Writes beside the file and renames, so that a full disk leaves the old content."""
@@ -2055,56 +2011,33 @@ class Toolbox:
         environment = {key: value for key, value in os.environ.items() if key not in self.hidden and not key.endswith("_API_KEY")}
         process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, start_new_session=True)
-        output, started, reason, self.busy = Output(), time.monotonic(), "", True
+        output, started, reason, self.busy = b"", time.monotonic(), "", True
         try:
-            while not reason:
-                ready = select.select([process.stdout], [], [], 0.05)[0]
-                piece = os.read(process.stdout.fileno(), 1 << 16) if ready else None
-                if piece:
-                    output.add(piece)
-                if piece == b"" or not ready and process.poll() is not None:
-                    break  # ended; what it left running in the background may keep the pipe open
+            while not reason and process.poll() is None:
+                if select.select([process.stdout], [], [], 0.05)[0]:
+                    piece = os.read(process.stdout.fileno(), 1 << 16)
+                    output += piece
+                    if not piece:  # it closed its output, and may go on
+                        time.sleep(0.01)
                 if self.seconds and time.monotonic() - started > self.seconds:
                     reason = f"ended after its time limit of {self.seconds:g} s"
-                elif output.size > OUTPUT_BYTES:
+                elif len(output) > OUTPUT_BYTES:
                     reason = f"ended after {OUTPUT_BYTES >> 20} MiB of output"
                 elif self.stopped:
                     reason = "ended by the user"
-            while not reason and process.poll() is None:  # it closed its output and goes on
-                time.sleep(0.02)
-                if self.stopped or self.seconds and time.monotonic() - started > self.seconds:
-                    reason = "ended by the user" if self.stopped else f"ended after its time limit of {self.seconds:g} s"
+            while not reason and select.select([process.stdout], [], [], 0)[0] and len(output) <= OUTPUT_BYTES:
+                piece = os.read(process.stdout.fileno(), 1 << 16)  # what it left; what it started in the background may go on
+                output += piece
+                if not piece:
+                    break
         finally:
             if process.poll() is None:
-                try:
-                    os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+                os.killpg(process.pid, signal.SIGKILL)
             process.stdout.close()
             process.wait()
             self.busy = False
-        return f"{output.text()}\n[{reason or f'exit status {process.returncode}'}]".lstrip("\n")
-
-
-class Output:
-    """The beginning and the end of a command's output, however long it is."""
-
-    def __init__(self):
-        self.head, self.tail, self.size = b"", b"", 0
-
-    def add(self, piece):
-        self.size += len(piece)
-        room = RESULT_BYTES - len(self.head)
-        self.head += piece[:room]
-        self.tail = (self.tail + piece[room:])[-RESULT_BYTES:] if len(piece) > room else self.tail
-
-    def text(self):
-        gap = self.size - len(self.head) - len(self.tail)
-        middle = f"\n[… {gap:,} bytes left out …]\n".encode() if gap else b""
-        raw = self.head + middle + self.tail
-        if b"\0" in raw:
-            return f"(output that is not text: {self.size:,} bytes)"
-        return raw.decode("utf-8", "replace").rstrip("\n")
+        text = f"(output that is not text: {len(output):,} bytes)" if b"\0" in output else output.decode("utf-8", "replace").rstrip("\n")
+        return f"{text}\n[{reason or f'exit status {process.returncode}'}]".lstrip("\n")
 
 
 def shortened(text):
