@@ -289,8 +289,20 @@ def xdg_home(variable, default, environ=os.environ):
     """mm's folder below an XDG base directory; a relative or blank value counts as not set (XDG base directory spec)."""
     base = environ.get(variable, "").strip()
     if not os.path.isabs(base):
-        base = os.path.join(os.path.expanduser("~"), default)
+        base = os.path.join(home(environ), default)
     return os.path.join(base, "mm")
+
+
+def home(environ):
+    """The user's folder; where there is none (a container's user without an entry), a path below which nothing can be."""
+    path = environ.get("HOME", "").strip()
+    if os.path.isabs(path):
+        return path
+    try:
+        import pwd
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except (ImportError, KeyError):
+        return os.devnull
 
 
 def take_file(settings, path, named_by):
@@ -321,6 +333,8 @@ def take_file(settings, path, named_by):
                 settings.put(key, value, where)
                 if key == "providers":
                     settings.values[key] = take_providers(value, where, settings.notices)
+                elif key == "commands":
+                    settings.values[key] = value  # what is text in a command line stays as it was written
             except MMError as fault:
                 faults += fault.message.split("\n")
     return faults
@@ -1655,6 +1669,8 @@ def stalled(silent, phase):
 # ======================================================================================================================
 
 NO_RESULT = "This call was interrupted: there is no result."
+NO_ANSWER = "[This turn ended before its answer.]"
+NO_QUESTION = "[What was asked here is lost.]"
 
 
 def to_messages(history, system):
@@ -1672,17 +1688,20 @@ def to_messages(history, system):
         waiting = [call["id"] for call in calls]
         if not content.strip() and not calls:
             continue
-        last = out[-1] if out else {}
-        if last.get("role") == role and not calls and "tool_calls" not in last:
-            out[-1] = {"role": role, "content": f"{last['content']}\n\n{content}"}
-        else:
-            out.append({"role": role, "content": content, **({"tool_calls": [sent_call(call) for call in calls]} if calls else {})})
+        last = out[-1] if out else {"role": "system"}
+        if role == "user" and last["role"] == "tool":  # templates that insist on turns do not count calls and results
+            out.append({"role": "assistant", "content": NO_ANSWER})
+        elif role == "assistant" and last["role"] == "system":
+            out.append({"role": "user", "content": NO_QUESTION})
+        elif role == last["role"]:
+            content = f"{out.pop()['content']}\n\n{content}".rstrip()
+        out.append({"role": role, "content": content, **({"tool_calls": [sent_call(call) for call in calls]} if calls else {})})
     return out + [{"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting]
 
 
 def sent_call(call):
     arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
-    return {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}}
+    return {"id": call["id"], "type": "function", "function": {"name": call["name"] or "unnamed", "arguments": arguments}}
 
 
 def merged(base, extra):
@@ -1955,11 +1974,13 @@ class Toolbox:
 
     def difference(self, path, content):
         import difflib
-        try:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                old = file.read(RESULT_BYTES * 64) if os.path.isfile(path) else ""
-        except OSError:
-            old = ""
+        old = ""
+        if os.path.isfile(path):  # opening a pipe would wait for its other end
+            try:
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    old = file.read(OUTPUT_BYTES)
+            except OSError:
+                pass  # it will not be written either
         return list(difflib.unified_diff(old.splitlines(), content.splitlines(), "before", "after", lineterm="", n=2))[2:]
 
     def list_files(self, path=""):
@@ -2071,7 +2092,7 @@ def check_commands(commands, where):
         if fault:
             faults.append(f"{where}.{name}: {fault}")
         else:
-            parameters = {"type": "object", "properties": {}, **(command.get("parameters") or {})}
+            parameters = {"type": "object", "properties": {}, **typed(command.get("parameters") or {})}
             ready[name] = {"description": str(command.get("description") or name), "parameters": parameters, "command": command["command"]}
     if faults:
         raise MMError("config", "\n".join(faults))
@@ -2092,7 +2113,7 @@ def command_fault(name, command):
             not isinstance(parameters.get("properties", {}), dict) or not all(isinstance(p, dict) for p in parameters.get("properties", {}).values()):
         return "parameters: wants a JSON schema: {type: object, properties: {NAME: {type: string}}}"
     names, needed = parameters.get("properties", {}), parameters.get("required", [])
-    if not isinstance(needed, list) or any(key not in names for key in needed):
+    if not isinstance(needed, list) or not all(isinstance(key, str) and key in names for key in needed):
         return "parameters.required: names a parameter that is not in properties"
     unknown = [key for part in argv for key in PLACE.findall(part) if key not in names]
     return f"command: no parameter is called {unknown[0]}" if unknown else ""
@@ -2289,20 +2310,20 @@ class Conversation:
         if self.toolbox.stopped:
             raise MMError("cancelled", "stopped")
 
-    def model_call(self, body=None):
+    def model_call(self, request=None):
         """One model call, made again where that can help: the same bytes, and no tool runs again. -> its whole Reply.
 
-        body: the bytes of a request that is not the conversation's own (a summary).
+        request: gives the bytes of a request that is not the conversation's own (a summary).
         """
         tries, loading, compacted, started = 0, False, False, time.monotonic()
         while True:
             reply = Reply()
             self.replies.append(reply)
             try:
-                yield from self.read(reply, body or self.request())
+                yield from self.read(reply, (request or self.request)())
                 return reply
             except MMError as error:
-                if error.kind == "overflow" and not body and not compacted and self.settings["compactAt"]:
+                if error.kind == "overflow" and not request and not compacted and self.settings["compactAt"]:
                     compacted = True
                     self.window = self.window or error.window
                     if (yield from self.compact()):
@@ -2321,7 +2342,7 @@ class Conversation:
                 tries += not loading
                 yield from self.pause(0.0 if kind == "stream" else error.wait)
             finally:
-                if not body:
+                if not request:
                     self.partial = reply.answer.getvalue() or self.partial
                 self.call, self.ending = None, False
 
@@ -2401,7 +2422,7 @@ class Conversation:
         """
         questions = [place for place, message in enumerate(self.history) if message["role"] == "user"]
         cut = len(self.history) if everything else questions[-1] if questions else 0
-        if cut == 0:
+        if cut == 0 or cut == 1 and self.history[0]["content"].startswith(SUMMED_UP):  # nothing is left to sum up
             return self.drop_results()
         try:
             summary = yield from self.summary(self.history[:cut])
@@ -2424,22 +2445,21 @@ class Conversation:
 
     def summary(self, messages):
         """A summary of messages, asked for with thinking off. Raises MMError if there is none; twice too big is enough."""
-        room = int((self.window or tokens_in(messages)) * 0.6) * 3  # characters; three a token is cautious
+        room = int(self.window * 0.6) * 3 or 1 << 40  # characters; three a token is cautious
         for attempt in (1, 2):
             text, left_out = transcript(messages, room)
             if left_out:
                 yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into a summary, and are left out"}
-            body = self.protocol.body([{"role": "user", "content": SUMMARY + text}], "", [], {}, False, self.refused)
-            before = len(self.replies)
+            asked, before = [{"role": "user", "content": SUMMARY + text}], len(self.replies)
             try:
-                for event in self.model_call(serialised(body)):
+                for event in self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused))):  # noqa: B023
                     if event["type"] in ("waiting", "progress"):
                         yield event
                 reply = self.replies[-1]
             except MMError as error:
                 if error.kind != "overflow" or attempt == 2:
                     raise
-                room //= 2
+                room = min(room, len(text)) // 2
                 continue
             finally:
                 del self.replies[before:]
@@ -2608,14 +2628,16 @@ def load_session(path):
                 history.append(stored_message(item))
             elif "history" in item:
                 history = [stored_message(message) for message in item["history"]]
-            elif "session" in item or "provider" in item:
+            elif "session" in item or "model" in item:
                 about.update({key: item[key] for key in ("provider", "model", "url") if isinstance(item.get(key), str)})
+            else:
+                raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             torn = number == len(rows)
             notes.append(f"session {name}: line {number} is {'cut off' if torn else 'damaged'}, and was skipped")
     if not raw.strip():
         notes.append(f"session {name} is empty")
-    elif history and history[-1]["role"] != "assistant":
+    elif history and (history[-1]["role"] != "assistant" or history[-1].get("tool_calls")) and not history[-1]["content"].startswith(SUMMED_UP):
         notes.append(f"session {name}: the last question has no answer; it was cut off")
     return about, history, notes
 
@@ -2899,13 +2921,12 @@ class Person:
         """Asks a person whether a call may be made; the call itself is on the screen already. -> "y", "n" or "a"."""
         self.close_block()
         while True:
-            try:
-                answer = input("  run this? y / n / a (always, this tool) ").strip().lower()
-            except EOFError:
-                answer = "n"
-            if answer[:1] in ("y", "n", "a"):
-                self.column["begun"] = False
-                return answer[:1]
+            self.side.say("  run this? y / n / a (always, this tool) ")
+            line = os.read(sys.stdin.fileno(), 4096)  # of the terminal, which gives whole lines
+            self.side.column["begun"] = not line.endswith(b"\n")
+            answer = line.decode("utf-8", "replace").strip().lower()[:1] if line else "n"
+            if answer in ("y", "n", "a"):
+                return answer
 
     def on_done(self, event):
         if not self.out.terminal:
@@ -3196,7 +3217,9 @@ class Repl:
             self.conversation.backend.model = rest
             self.conversation.measured, self.conversation.probes = (0, 0), 0
             self.conversation.window = self.conversation.settings["contextWindow"]
-            self.conversation.record({"provider": self.conversation.backend.name, "model": rest})
+            self.conversation.record({"model": rest})
+            if self.session:
+                self.session.about["model"] = rest
         self.say(f"model: {self.conversation.backend.model}")
 
     def models(self, rest):
@@ -3594,8 +3617,9 @@ def resumed(args, settings):
         return "", [], notices
     path = find_session(args.resume)
     about, history, damage = load_session(path)
+    elsewhere = any(settings.source(key).startswith("-") for key in ("provider", "url"))  # the session's server is not meant
     for key, value in about.items():
-        if not settings.source(key).startswith("-") and not (key == "provider" and settings.source("url").startswith("-")):
+        if not settings.source(key).startswith("-") and not (elsewhere and key != "model"):
             settings.put(key, value, f"session {os.path.basename(path)[:-6]}")
     return path, history, notices + damage
 
