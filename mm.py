@@ -289,13 +289,13 @@ def xdg_home(variable, default, environ=os.environ):
     """mm's folder below an XDG base directory; a relative or blank value counts as not set (XDG base directory spec)."""
     base = environ.get(variable, "").strip()
     if not os.path.isabs(base):
-        base = os.path.join(home(environ), default)
+        base = os.path.join(home(), default)
     return os.path.join(base, "mm")
 
 
-def home(environ):
+def home():
     """The user's folder; where there is none (a container's user without an entry), a path below which nothing can be."""
-    path = environ.get("HOME", "").strip()
+    path = os.environ.get("HOME", "").strip()
     if os.path.isabs(path):
         return path
     try:
@@ -1914,7 +1914,7 @@ class Toolbox:
             self.check(name, arguments)
             self.ask(name, arguments)
             output = self.command(arguments_of(self.commands[name], arguments)) if name in self.commands else \
-                getattr(self, name)(**{key: arguments[key] for key in self.known()[name][1]["properties"] if key in arguments})
+                getattr(self, name)(**{key: arguments[key] for key in self.known()[name][1]["properties"] if arguments.get(key) is not None})
             return True, shortened(output)
         except ToolError as error:
             return False, shortened(str(error))
@@ -1927,7 +1927,7 @@ class Toolbox:
         if missing:
             raise ToolError(f"{name} needs: {', '.join(missing)}.")
         if name in BUILT_IN:
-            odd = [key for key in schema["properties"] if not isinstance(arguments.get(key, ""), str)]
+            odd = [key for key in schema["properties"] if not isinstance(arguments.get(key) or "", str)]
             if odd:
                 raise ToolError(f"{name}: {', '.join(odd)} must be text.")
 
@@ -1944,7 +1944,7 @@ class Toolbox:
             raise ToolError(f"{name} was not run: the user refused it.")
 
     def is_free(self, name, arguments):
-        return name in ("list_files", "read_file") and self.is_inside(self.path(arguments.get("path", "")))
+        return name in ("list_files", "read_file") and self.is_inside(self.path(arguments.get("path") or ""))
 
     def path(self, path):
         return os.path.realpath(os.path.join(self.directory, os.path.expanduser(path or ".")))
@@ -1958,7 +1958,7 @@ class Toolbox:
             return f"run {arguments.get('command', '')}", []
         if name in self.commands:
             return "run " + " ".join(arguments_of(self.commands[name], arguments)), []
-        path = self.path(arguments.get("path", ""))
+        path = self.path(arguments.get("path") or "")
         shown = os.path.relpath(path, self.directory) if self.is_inside(path) else path
         if name == "write_file":
             return f"write {shown}", self.difference(path, arguments.get("content", ""))
@@ -1981,7 +1981,10 @@ class Toolbox:
                     old = file.read(OUTPUT_BYTES)
             except OSError:
                 pass  # it will not be written either
-        return list(difflib.unified_diff(old.splitlines(), content.splitlines(), "before", "after", lineterm="", n=2))[2:]
+        old, new = old.splitlines(), content.splitlines()
+        if len(old) * len(new) > 4_000_000:  # the time of a comparison grows with that
+            return [f"-{len(old):,} lines", f"+{len(new):,} lines"]
+        return list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=2))[2:]
 
     def list_files(self, path=""):
         entries = sorted(os.scandir(self.path(path)), key=lambda entry: entry.name)
@@ -2030,10 +2033,10 @@ class Toolbox:
         import select
         import subprocess
         environment = {key: value for key, value in os.environ.items() if key not in self.hidden and not key.endswith("_API_KEY")}
-        process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
-        output, started, reason, self.busy = b"", time.monotonic(), "", True
+        output, started, reason, process, self.busy = b"", time.monotonic(), "", None, True  # busy first: Ctrl-C can come at once
         try:
+            process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                       stderr=subprocess.STDOUT, start_new_session=True)
             while not reason and process.poll() is None:
                 if select.select([process.stdout], [], [], 0.05)[0]:
                     piece = os.read(process.stdout.fileno(), 1 << 16)
@@ -2052,10 +2055,11 @@ class Toolbox:
                 if not piece:
                     break
         finally:
-            if process.poll() is None:
+            if process and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.stdout.close()
-            process.wait()
+            if process:
+                process.stdout.close()
+                process.wait()
             self.busy = False
         text = f"(output that is not text: {len(output):,} bytes)" if b"\0" in output else output.decode("utf-8", "replace").rstrip("\n")
         return f"{text}\n[{reason or f'exit status {process.returncode}'}]".lstrip("\n")
@@ -2228,6 +2232,7 @@ class Conversation:
 
     def begin(self):
         self.started, self.replies, self.partial = time.monotonic(), [], ""
+        self.no_summary = False  # one that failed is not asked for again in the same turn
         self.stopped = self.toolbox.stopped = False
 
     def ask(self, question):
@@ -2405,7 +2410,7 @@ class Conversation:
         """Before a call: compacts once the next prompt passes compactAt of the window."""
         if self.settings["compactAt"] and len(self.history) > 1:
             window = self.find_window()
-            if window and self.size() > self.settings["compactAt"] * window:
+            if window and self.size() > self.settings["compactAt"] * window and not self.no_summary:
                 yield from self.compact()
 
     def find_window(self):
@@ -2423,12 +2428,13 @@ class Conversation:
         questions = [place for place, message in enumerate(self.history) if message["role"] == "user"]
         cut = len(self.history) if everything else questions[-1] if questions else 0
         if cut == 0 or cut == 1 and self.history[0]["content"].startswith(SUMMED_UP):  # nothing is left to sum up
-            return self.drop_results()
+            return (yield from self.drop_results())
         try:
             summary = yield from self.summary(self.history[:cut])
         except MMError as error:
             if error.kind == "cancelled":
                 raise
+            self.no_summary = True
             yield {"type": "notice", "message": f"the conversation could not be summed up, and stays as it is: {error.message}"}
             return False
         self.replace_history([{"role": "user", "content": SUMMED_UP + summary}, *self.history[cut:]])
@@ -2437,11 +2443,12 @@ class Conversation:
 
     def drop_results(self):
         """Takes the tool results but the last two out of the only turn there is; -> whether there were any."""
-        results = [m for m in self.history if m["role"] == "tool" and len(m["content"]) > 400][:-2]
-        if results:
-            dropped = "[This result was taken out to make room.]"
-            self.replace_history([{**m, "content": dropped} if m in results else m for m in self.history])
-        return bool(results)
+        places = [place for place, m in enumerate(self.history) if m["role"] == "tool" and len(m["content"]) > 400][:-2]
+        if places:
+            dropped = {"content": "[This result was taken out to make room.]"}
+            self.replace_history([{**m, **dropped} if place in places else m for place, m in enumerate(self.history)])
+            yield {"type": "notice", "message": f"the context was full: {len(places)} older tool results were taken out"}
+        return bool(places)
 
     def summary(self, messages):
         """A summary of messages, asked for with thinking off. Raises MMError if there is none; twice too big is enough."""
@@ -2485,9 +2492,9 @@ def transcript(messages, room):
             for call in message.get("tool_calls") or []) for message in messages]
         if sum(map(len, parts)) + 2 * len(parts) <= room:
             break
-    left_out = 0
-    while len(parts) > 1 and sum(map(len, parts)) + 2 * len(parts) > room:
-        parts.pop(0)
+    left_out, oldest = 0, int(SUMMED_UP in parts[0])  # an earlier summary stays
+    while len(parts) > 1 + oldest and sum(map(len, parts)) + 2 * len(parts) > room:
+        parts.pop(oldest)
         left_out += 1
     return "\n\n".join(parts), left_out
 
@@ -2730,7 +2737,7 @@ class Pen:
         self.moves = self.terminal and not dumb
         self.styled = self.moves and not os.environ.get("NO_COLOR")
         self.column = {"begun": False}  # shared by two pens on one screen
-        self.pending, self.busy = [], False  # busy: in a write, which can block
+        self.pending, self.busy = [], 0.0  # busy: since when it is in a write, which can block
 
     def can_show(self, text):
         try:
@@ -2769,7 +2776,7 @@ class Pen:
     def flush(self):
         text, self.pending = "".join(self.pending), []
         try:
-            self.busy = True
+            self.busy = time.monotonic()
             if text:
                 self.stream.write(text)
                 self.stream.flush()
@@ -2777,7 +2784,7 @@ class Pen:
             if not self.aside:
                 raise
         finally:
-            self.busy = False
+            self.busy = 0.0
 
 
 class Person:
@@ -2901,7 +2908,7 @@ class Person:
         """What the call will do, in one line, and what it would change in a file."""
         self.close_block()
         line, change = event.get("preview") or (f"{event['name']} {json.dumps(event['arguments'], ensure_ascii=False)}", [])
-        self.side.write(f"{self.tool_mark}{one_line(line, 300)}\n")
+        self.side.write(f"{self.tool_mark}{line}\n")  # all of it: what is not seen cannot be permitted
         for row in change[:MOST_ROWS]:
             self.side.write(f"  {row}\n", {"+": "32", "-": "31"}.get(row[:1], NOTICE))
         if len(change) > MOST_ROWS:
@@ -3000,7 +3007,7 @@ def run_turn(conversation, turn, view):
     code = 0
 
     def on_interrupt(*_):
-        if view.out.busy:  # a reader that does not read: nothing but this ends the write
+        if view.out.busy and time.monotonic() - view.out.busy > 0.5:  # nobody reads: nothing but this ends the write
             raise KeyboardInterrupt
         conversation.interrupt()
     before = signal.signal(signal.SIGINT, on_interrupt)
@@ -3068,12 +3075,21 @@ class Repl:
         if self.terminal:
             backend = self.conversation.backend
             self.say(f"{backend.name} at {show_url(backend.url)}, {backend.model} · /help lists commands, Ctrl-D leaves")
+            self.advise(probe(backend))
         try:
             while self.one_question():
                 pass
         finally:
             self.save_lines()
         return 0
+
+    def advise(self, told):
+        """What the server says of itself; nothing of it stops anything, as a server may be started after mm."""
+        self.conversation.window = self.conversation.window or told["window"]
+        if told["fault"]:
+            self.say(f"mm: {told['fault'].message}")
+        elif told["models"] and not any(same_model(name, self.conversation.backend.model) for name in told["models"]):
+            self.say(f"mm: {self.conversation.backend.model} is not among the server's models (/models)")
 
     def one_question(self):
         """Reads and answers one; -> whether to go on."""
@@ -3095,6 +3111,8 @@ class Repl:
 
     def ask(self, text):
         self.view.begin()
+        if self.conversation.settings["compactAt"]:
+            self.conversation.find_window()
         run_turn(self.conversation, self.conversation.ask(text), self.view)
         self.last = self.conversation.done()
         self.ahead = True
@@ -3176,7 +3194,8 @@ class Repl:
         self.say(f"context: about {before:,} tokens before, {self.conversation.size():,} now")
 
     def retry(self, rest):
-        places = [place for place, message in enumerate(self.conversation.history) if message["role"] == "user"]
+        places = [place for place, message in enumerate(self.conversation.history)
+                  if message["role"] == "user" and not message["content"].startswith(SUMMED_UP)]
         if not places:
             return self.say("nothing was asked yet")
         question = self.conversation.history[places[-1]]["content"]
@@ -3217,9 +3236,10 @@ class Repl:
             self.conversation.backend.model = rest
             self.conversation.measured, self.conversation.probes = (0, 0), 0
             self.conversation.window = self.conversation.settings["contextWindow"]
-            self.conversation.record({"model": rest})
             if self.session:
                 self.session.about["model"] = rest
+            if self.conversation.history:
+                self.conversation.record({"model": rest})
         self.say(f"model: {self.conversation.backend.model}")
 
     def models(self, rest):
@@ -3617,9 +3637,11 @@ def resumed(args, settings):
         return "", [], notices
     path = find_session(args.resume)
     about, history, damage = load_session(path)
-    elsewhere = any(settings.source(key).startswith("-") for key in ("provider", "url"))  # the session's server is not meant
+    chosen = {key for key in ("provider", "model", "url") if settings.source(key).startswith("-")}
+    if "url" in chosen or "provider" in chosen:  # another server is meant
+        chosen |= {"provider", "url"}
     for key, value in about.items():
-        if not settings.source(key).startswith("-") and not (elsewhere and key != "model"):
+        if key not in chosen:
             settings.put(key, value, f"session {os.path.basename(path)[:-6]}")
     return path, history, notices + damage
 
@@ -3632,6 +3654,8 @@ def make_conversation(args, settings, backend, toolbox, path):
         if settings["url"]:
             about["url"] = show_url(backend.url)
         session = Session(about, lambda message: conversation.notices.append(message), path)
+        if path and settings.source("model").startswith("-"):
+            session.record({"model": backend.model})
     conversation = Conversation(
         backend, settings, toolbox, session.record if session else None, session.id if session else None,
         restartable=args.json or sys.stdout.isatty(), end_thinking=sys.stdin is not None and sys.stdin.isatty() and not args.json,
@@ -3645,7 +3669,7 @@ def make_toolbox(args, settings, view):
     can_ask = sys.stdin is not None and sys.stdin.isatty() and not args.json
     permit = (lambda *call: "y") if args.yes else view.permit if can_ask else None
     toolbox = Toolbox([], commands, settings["commandTimeout"], filter(None, hidden), permit)
-    names = list(toolbox.known()) if "all" in settings["tools"] else settings["tools"]
+    names = list(toolbox.known()) if "all" in settings["tools"] else [name for name in settings["tools"] if name != "none"]
     unknown = [name for name in names if name not in toolbox.known()]
     if unknown:
         raise MMError("config", f"{settings.source('tools')}: no tool is called {one_line(unknown[0], 40)}: {', '.join(toolbox.known())}, or all")

@@ -5,11 +5,14 @@ a pseudo-terminal; plain requests are answered by the `responses` library. Nothi
 """
 import argparse
 import collections
+import contextlib
 import gzip
+import io
 import json
 import multiprocessing
 import os
 import re
+import resource
 import select
 import shlex
 import shutil
@@ -1214,15 +1217,19 @@ def sent(its_id, arguments='{"q": "é"}'):
     ("mm's own labels are left out", [user("a"), {**assistant("b"), "partial": True}], [user("a"), assistant("b")]),
     ("a call and its result", [user("a"), assistant("", made("1")), tool("1"), assistant("b")],
      [user("a"), assistant("", sent("1")), tool("1"), assistant("b")]),
-    ("broken arguments become none", [assistant("x", made("1", None)), tool("1")], [assistant("x", sent("1", "{}")), tool("1")]),
-    ("a call without a result gets one", [assistant("", made("1"), made("2")), tool("2"), user("a")],
-     [assistant("", sent("1"), sent("2")), tool("2"), tool("1", mm.NO_RESULT), user("a")]),
-    ("at the end as well", [assistant("", made("1"))], [assistant("", sent("1")), tool("1", mm.NO_RESULT)]),
+    ("broken arguments become none", [user("a"), assistant("x", made("1", None)), tool("1")],
+     [user("a"), assistant("x", sent("1", "{}")), tool("1")]),
+    ("a call without a result gets one", [user("a"), assistant("", made("1"), made("2")), tool("2"), assistant("b")],
+     [user("a"), assistant("", sent("1"), sent("2")), tool("2"), tool("1", mm.NO_RESULT), assistant("b")]),
+    ("at the end as well", [user("a"), assistant("", made("1"))], [user("a"), assistant("", sent("1")), tool("1", mm.NO_RESULT)]),
+    ("a turn without an answer gets one", [user("a"), assistant("", made("1")), tool("1"), user("b")],
+     [user("a"), assistant("", sent("1")), tool("1"), assistant(mm.NO_ANSWER), user("b")]),
+    ("an answer without a question gets one", [assistant("b"), user("c")], [user(mm.NO_QUESTION), assistant("b"), user("c")]),
     ("a result without a call is left out", [user("a"), tool("9"), assistant("b")], [user("a"), assistant("b")]),
-    ("a second result is left out", [assistant("", made("1")), tool("1"), tool("1"), user("a")],
-     [assistant("", sent("1")), tool("1"), user("a")]),
-    ("an answer after a call is not joined to it", [assistant("x", made("1")), assistant("y")],
-     [assistant("x", sent("1")), tool("1", mm.NO_RESULT), assistant("y")]),
+    ("a second result is left out", [user("a"), assistant("", made("1")), tool("1"), tool("1"), assistant("b")],
+     [user("a"), assistant("", sent("1")), tool("1"), assistant("b")]),
+    ("an answer after a call is not joined to it", [user("a"), assistant("x", made("1")), assistant("y")],
+     [user("a"), assistant("x", sent("1")), tool("1", mm.NO_RESULT), assistant("y")]),
 ]])
 def test_a_history_is_put_right_on_its_way_out(history, messages):
     assert mm.to_messages(history, "") == messages
@@ -1989,6 +1996,1107 @@ def test_help_and_version_tell_of_what_works(run_mm):
     result = run_mm("--help")
     assert result.code == 0 and all(option in result.out for option in ("--provider", "--replay", "--check", "llamacpp", "130"))
     assert run_mm("--version").out.split() == ["mm", mm.__version__]
+
+# ======================================================================================================================
+# Tools, turns that survive, sessions, the context: helpers
+# ======================================================================================================================
+
+def strict(request):
+    """The messages of a request, after everything that the strictest templates and servers insist on was checked.
+
+    Roles are counted as Mistral's template does: tool messages and assistant messages with calls take no part.
+    """
+    messages = request.body["messages"]
+    rest, waiting, turns = messages[messages[0]["role"] == "system":], [], []
+    for message in rest:
+        role, content, calls = message["role"], message["content"], message.get("tool_calls")
+        assert role in ("user", "assistant", "tool") and isinstance(content, str) and calls != []
+        content.encode()
+        if role == "tool":
+            assert message["tool_call_id"] in waiting, "a result without its call"
+            waiting.remove(message["tool_call_id"])
+            continue
+        assert not waiting, "a call without its result"
+        for made in calls or []:
+            assert made["id"] and made["type"] == "function" and made["function"]["name"]
+            assert isinstance(json.loads(made["function"]["arguments"]), dict)
+        waiting = [made["id"] for made in calls or []]
+        assert len(set(waiting)) == len(waiting)
+        if not calls:
+            assert content.strip(), "an empty message"
+            turns.append(role)
+    assert not waiting and rest[-1]["role"] != "assistant"
+    assert turns == ["user", "assistant"] * (len(turns) // 2) + ["user"] * (len(turns) % 2), turns
+    return messages
+
+
+def calls(name, its_id="a", finish="tool_calls", index=0, **arguments):
+    """The script of a stream that ends in one call."""
+    return stream(call(index=index, id=its_id, name=name, arguments=json.dumps(arguments)) + chunk(finish=finish) + DONE)
+
+
+def counted(prompt, produced=1, answer="ok"):
+    """The script of an answer whose tokens the server counts."""
+    usage = {"prompt_tokens": prompt, "completion_tokens": produced}
+    return stream(chunk(answer) + STOP + sse({"choices": [], "usage": usage}) + DONE)
+
+
+class Told(Server):
+    """A server that also tells of itself: pages are {path: JSON, or a list of them for one look after another}."""
+
+    def __init__(self, *scripts, pages={}):
+        self.pages = {path: list(page) if isinstance(page, tuple) else [page] for path, page in pages.items()}
+        super().__init__(*scripts)
+
+    def take(self, sock):
+        script, path = super().take(sock), self.gets[-1].path if self.gets else ""
+        if path in self.pages and (not self.posts or script not in self.scripts):
+            pages = self.pages[path]
+            return reply(200, pages.pop(0) if len(pages) > 1 else pages[0])
+        return script
+
+
+@pytest.fixture
+def tell():
+    servers = []
+    yield lambda *scripts, **pages: servers.append(Told(*scripts, **pages)) or servers[-1]
+    for server in servers:
+        server.close()
+
+
+def agent(server, box=None, provider="", record=None, **values):
+    values.setdefault("think", None)
+    return mm.Conversation(backend_of(provider, server.url), settings_of(**values), box, record)
+
+
+@pytest.fixture
+def box(tmp_path, monkeypatch):
+    """Makes a Toolbox in the directory `in`; answer: what its person says, None where there is none; box.asked: what for."""
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+
+    def make(answer=None, commands=None, **how):
+        asked = []
+        made = mm.Toolbox([*mm.BUILT_IN, *(commands or {})], commands,
+                          permit=(lambda *what: asked.append(what) or answer) if answer else None, **how)
+        made.asked = asked
+        return made
+    return make
+
+
+def use(box, name, raw="", **arguments):
+    """(ok, output) of one call; a call that hangs fails."""
+    done = []
+    thread = threading.Thread(target=lambda: done.append(
+        (box.shown({"id": "a", "name": name, "arguments": arguments, "raw": raw}), box.run({"id": "a", "name": name, "arguments": arguments, "raw": raw}))), daemon=True)
+    thread.start()
+    thread.join(PATIENCE / 2)
+    assert done, f"{name} {arguments} hangs, or raised"
+    return done[0][1]
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file can grow past `size` bytes: a write of more is cut there, the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# ======================================================================================================================
+# 8. Tools
+# ======================================================================================================================
+
+@pytest.fixture
+def tree(tmp_path, box):
+    """Files within and without the working directory `in`."""
+    inside = tmp_path / "in"
+    (inside / "sub").mkdir()
+    (tmp_path / "in-other").mkdir()
+    for path in ("in/a.txt", "in/sub/b.txt", "outside.txt", "in-other/x.txt"):
+        (tmp_path / path).write_text(f"text of {path}\n")
+    for link, target in {"out": "../outside.txt", "outdir": "..", "inner": "a.txt"}.items():
+        (inside / link).symlink_to(target)
+    return inside
+
+
+@pytest.mark.parametrize("name, path, free, found", [
+    ("read_file", "a.txt", True, "in/a.txt"), ("read_file", "sub/../a.txt", True, "in/a.txt"), ("read_file", "./sub/b.txt", True, "in/sub/b.txt"),
+    ("read_file", "{in}/a.txt", True, "in/a.txt"), ("read_file", "../in/a.txt", True, "in/a.txt"), ("read_file", "inner", True, "in/a.txt"),
+    ("read_file", "outdir/in/a.txt", True, "in/a.txt"), ("read_file", "../outside.txt", False, "of outside"), ("read_file", "out", False, "of outside"),
+    ("read_file", "outdir/outside.txt", False, "of outside"), ("read_file", "~/outside.txt", False, "of outside"),
+    ("read_file", "sub/../../outside.txt", False, "of outside"), ("read_file", "../in-other/x.txt", False, "in-other"),
+    ("list_files", "", True, "a.txt"), ("list_files", "sub", True, "b.txt"), ("list_files", ".", True, "sub/"), ("list_files", "..", False, "outside.txt"),
+    ("list_files", "outdir", False, "outside.txt"), ("list_files", "~", False, "in-other/"), ("list_files", "/", False, "tmp/"),
+])
+def test_reading_below_the_working_directory_is_free_and_anything_else_asks(box, tree, name, path, free, found):
+    arguments = {"path": path.replace("{in}", str(tree))} if path else {}
+    alone, asked, refused = box(), box("y"), box("n")
+    assert use(asked, name, **arguments)[0] and found in use(asked, name, **arguments)[1]
+    assert len(asked.asked) == (0 if free else 2)
+    for other in (alone, refused):
+        ok, output = use(other, name, **arguments)
+        assert ok == free and (found in output) == free and (free or output.count("\n") == 0)
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("read_file", {"path": "sub"}), ("read_file", {"path": "missing"}), ("read_file", {"path": "a\0b"}), ("read_file", {"path": "pipe"}),
+    ("read_file", {"path": "/dev/zero"}), ("read_file", {"path": "binary"}), ("read_file", {"path": "binary-end"}), ("read_file", {"path": "a" * 5000}),
+    ("read_file", {"path": "loop"}), ("read_file", {"path": "x\ud800"}), ("read_file", {"path": 5}), ("read_file", {"path": None}), ("read_file", {}),
+    ("read_file", {"path": ""}), ("list_files", {"path": "a.txt"}), ("list_files", {"path": "missing"}), ("list_files", {"path": "a\0b"}),
+    ("list_files", {"path": ["sub"]}), ("write_file", {"path": "sub", "content": "x"}), ("write_file", {"path": "pipe", "content": "x"}),
+    ("write_file", {"path": "/dev/zero", "content": "x"}), ("write_file", {"path": "a.txt/b", "content": "x"}), ("write_file", {"path": "a.txt"}),
+    ("write_file", {"path": "a\0b", "content": "x"}), ("write_file", {"path": "a.txt", "content": {"x": 1}}), ("run_command", {}),
+    ("run_command", {"command": ["ls"]}), ("run_command", {"command": "ls \0"}), ("nowhere", {"path": "a.txt"}), ("", {}),
+])
+def test_what_cannot_be_done_is_one_clear_line_for_the_model(box, tree, name, arguments):
+    os.mkfifo(tree / "pipe")
+    (tree / "binary").write_bytes(b"\x7fELF\0\1\2")
+    (tree / "binary-end").write_bytes(b"x" * 100000 + b"\0")
+    (tree / "loop").symlink_to("loop")
+    ok, output = use(box("y"), name, **arguments)
+    assert not ok and output.strip() and "\n" not in output and len(output) < 6000
+    assert (tree / "a.txt").read_text() == "text of in/a.txt\n"
+
+
+LONG = "".join(f"{number:06} é\n" for number in range(20000))
+
+
+@pytest.mark.parametrize("name, arguments", [("read_file", {"path": "long"}), ("run_command", {"command": "cat long"}), ("run_command", {"command": "cat long >&2"})])
+@pytest.mark.parametrize("size", [16000, 17000, 33000, len(LONG.encode())])
+def test_a_result_of_more_than_16_kib_is_cut_in_the_middle_and_says_how_much_is_missing(box, tmp_path, name, arguments, size):
+    raw = LONG.encode()[:size // 10 * 10 - 1]
+    (tmp_path / "in/long").write_bytes(raw)
+    ok, output = use(box("y"), name, **arguments)
+    output = output.replace("\n[exit status 0]", "")
+    gaps = re.findall(r"\n\[… ([\d,]+) bytes left out …\]\n", output)
+    kept = len(re.sub(r"\n\[… [\d,]+ bytes left out …\]\n", "", output).encode())
+    assert ok and output.startswith("000000 é\n") and output.endswith(raw[-9:].decode()) and "\ufffd" not in output
+    assert len(gaps) == (size > 16 << 10) and len(output.encode()) <= (16 << 10) + 300
+    assert abs(kept + sum(int(gap.replace(",", "")) for gap in gaps) - len(raw)) <= 20  # the exit status, characters not torn
+
+
+def test_a_list_of_files_is_sorted_marks_folders_and_survives_odd_names(box, tree):
+    (tree / os.fsdecode(b"caf\xe9")).write_text("")
+    output = use(box(), "list_files")[1]
+    assert output.split("\n") == ["a.txt", "caf\ufffd", "inner", "out", "outdir/", "sub/"]
+    assert use(box(), "list_files", path="sub/..")[1] == output
+
+
+@pytest.mark.parametrize("path, content", [("new.txt", "a\r\nb é 🎉"), ("deep/er/new.txt", "x"), ("empty", ""), ("half", "a\udc80b"), ("a.txt", "changed"), ("inner", "changed")])
+def test_a_file_is_written_as_it_is_with_its_folders(box, tree, path, content):
+    ok, output = use(box("y"), "write_file", path=path, content=content)
+    assert ok and "\n" not in output
+    assert (tree / path).read_bytes() == content.encode("utf-8", "replace").replace(b"?", "\ufffd".encode())
+    assert not [name for _, _, names in os.walk(tree) for name in names if name.startswith(".")]
+    assert (tree / "inner").is_symlink() and ((tree / "a.txt").read_text() == "changed") == (content == "changed")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o600, 0o444, None])
+def test_a_file_keeps_its_mode_and_a_new_one_has_the_usual(box, tree, mode):
+    before = os.umask(0o027)
+    try:
+        if mode:
+            (tree / "f").write_text("old")
+            (tree / "f").chmod(mode)
+        assert use(box("y"), "write_file", path="f", content="new")[0]
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tree / "f").stat().st_mode) == (mode or 0o640)
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(box, tree):
+    before = sorted(os.listdir(tree))
+    with full_disk(1000):
+        ok, output = use(box("y"), "write_file", path="a.txt", content="x" * 5000)
+    assert not ok and "\n" not in output and sorted(os.listdir(tree)) == before
+    assert (tree / "a.txt").read_text() == "text of in/a.txt\n"
+
+
+@pytest.mark.parametrize("line, tokens", [
+    ("echo out; echo err >&2; exit 3", ["out\nerr\n", "exit status 3"]), ("cat; echo read nothing", ["read nothing", "status 0"]),
+    ("read x || echo no input", ["no input"]), ("pwd -P", ["/in\n"]), ("kill -9 $$", ["9"]), ("printf 'a\\000b'", ["not text", "3 bytes"]),
+    ("printf '\\377ok'", ["\ufffdok"]), ("exec >&- 2>&-; sleep 0.1; exit 4", ["exit status 4"]), ("sleep 3 & echo started", ["started", "exit status 0"]),
+    ("(n=0; while [ $n -lt 200 ]; do echo y; sleep 0.02; n=$((n+1)); done) & echo started", ["started", "exit status 0"]),
+    ("true", ["exit status 0"]), ("no-such-program", ["not found", "exit status 127"]), ("test -t 0 || test -t 1 || tty", ["not a tty"]),
+])
+def test_a_command_gives_its_output_and_exit_status_and_gets_no_input(box, line, tokens):
+    started = time.monotonic()
+    ok, output = use(box("y"), "run_command", command=line)
+    assert ok and all(token in output for token in tokens) and time.monotonic() - started < 2, output
+
+
+def test_output_of_the_last_moment_is_not_lost(box, monkeypatch):
+    """The command writes and ends between a look at its output and the look whether it still runs."""
+    real, looks = select.select, []
+
+    def late(*args):
+        if not looks:
+            looks.append(time.sleep(0.3))
+            return [], [], []
+        return real(*args)
+    tools = box("y")
+    monkeypatch.setattr(select, "select", late)
+    assert "late" in tools.run({"id": "a", "name": "run_command", "arguments": {"command": "sleep 0.1; echo late"}, "raw": ""})[1]
+
+
+@pytest.mark.parametrize("by", ["its time limit", "the user"])
+@pytest.mark.parametrize("line, talkers", [
+    ("(echo x; sleep 30) >f", 1), ("(echo x; sleep 30 & (sleep 30 & echo x; sleep 30) & wait) >f; true", 2),
+    ("(trap '' TERM INT HUP PIPE; echo x; sleep 30) >f", 1), ("exec >&- 2>&-; (echo x; sleep 30) >f", 1),
+], ids=["a child", "grandchildren", "ignoring signals", "silent"])
+def test_a_command_is_ended_with_all_its_processes_by(box, line, talkers, by):
+    os.mkfifo("f")
+    tools, said = box("y", seconds=0.5 if by == "its time limit" else 0), b""
+    reader = os.open("f", os.O_RDONLY | os.O_NONBLOCK)
+    box_done = []
+    thread = threading.Thread(target=lambda: box_done.append(use(tools, "run_command", command=line)))
+    thread.start()
+    deadline = time.monotonic() + 5
+    while True:  # the pipe ends when the last process that holds it does
+        try:
+            piece = os.read(reader, 99)
+        except BlockingIOError:
+            piece = None
+        said += piece or b""
+        if said.count(b"x") == talkers:
+            tools.stopped = by == "the user"
+        if piece == b"" and said.count(b"x") == talkers and box_done:
+            break
+        assert time.monotonic() < deadline, "a process goes on"
+        time.sleep(0.01)
+    thread.join()
+    os.close(reader)
+    assert "ended" in box_done[0][1]
+
+
+@pytest.mark.parametrize("line", ["yes", "cat /dev/zero", "yes >&2"])
+def test_endless_output_is_ended(box, monkeypatch, line):
+    monkeypatch.setattr(mm, "OUTPUT_BYTES", 1 << 20)
+    output = use(box("y"), "run_command", command=line)[1]
+    assert "ended after 1 MiB" in output and len(output) < 17000
+
+
+COMMAND = """commands:
+  show:
+    description: shows
+    parameters: {properties: {a: {type: string}, n: {type: integer}, more: {}}, required: [a]}
+    command: [printf, '<%s>', '{a}', '{n}', 'x={more}', '{ a }', '{}']
+  gone: {command: [no-such-program-anywhere]}
+  env: {command: [env]}
+"""
+
+
+@pytest.mark.parametrize("name, arguments, output", [
+    ("show", {"a": "x; echo $HOME `id` $(id) * 'q' \"r\" \\"}, "<x; echo $HOME `id` $(id) * 'q' \"r\" \\><x=><{ a }><{}>"),
+    ("show", {"a": "", "n": 5, "more": [1, "é"]}, '<><5><x=[1, "é"]><{ a }><{}>'), ("show", {"a": "{n}", "n": 7}, "<{n}><7><x=><{ a }><{}>"),
+    ("show", {"a": "a b\nc", "n": None, "extra": 1}, "<a b\nc><x=><{ a }><{}>"),
+    ("show", {"n": 5}, None), ("show", {"a": None}, None), ("show", {"a": "x\0y"}, None), ("show", {"a": "\ud800"}, None), ("gone", {}, None),
+])
+def test_a_command_of_the_config_runs_without_a_shell_with_its_places_filled(load, box, name, arguments, output):
+    settings = load(COMMAND)
+    tools = box("y", mm.check_commands(settings["commands"], "commands"))
+    ok, said = use(tools, name, **arguments)
+    assert (ok, said) == (True, output + "\n[exit status 0]") if output else not ok and "\n" not in said, said
+
+
+def test_the_words_of_a_command_are_what_was_written(load, box):
+    settings = load("commands: {plain: {command: [printf, '%s|', 5, 1e3, yes, 0x1F, '007']}}")
+    assert use(box("y", mm.check_commands(settings["commands"], "commands")), "plain") == (True, "5|1e3|yes|0x1F|007|\n[exit status 0]")
+
+
+@pytest.mark.parametrize("content, tokens", [
+    ("look: date", ["look"]), ("look: {description: x}", ["look", "command"]), ("look: {command: date}", ["look", "command"]),
+    ("look: {command: []}", ["look", "command"]), ("look: {command: [[a]]}", ["look", "command"]), ("look: {command: [a], parameters: [q]}", ["look", "parameters"]),
+    ("look: {command: [a], parameters: {type: array}}", ["look", "parameters"]), ("look: {command: [a], parameters: {properties: [q]}}", ["look", "parameters"]),
+    ("look: {command: [a], parameters: {properties: {q: string}}}", ["look", "parameters"]),
+    ("look: {command: [a], parameters: {properties: {q: {}}, required: q}}", ["look", "required"]),
+    ("look: {command: [a], parameters: {properties: {q: {}}, required: [r]}}", ["look", "required"]),
+    ("look: {command: [a], parameters: {properties: {q: {}}, required: [[q]]}}", ["look", "required"]),
+    ("look: {command: [a, '{zzz}']}", ["look", "zzz"]), ("look up: {command: [a]}", ["look up"]), ("read_file: {command: [a]}", ["read_file"]),
+    ("x" * 65 + ": {command: [a]}", ["letters"]),
+])
+def test_a_config_tool_that_cannot_work_is_named_at_load(load, content, tokens):
+    settings = load("commands:\n  " + content + "\n  fine: {command: [date]}")
+    raised = fault(mm.check_commands, settings["commands"], settings.source("commands"))
+    assert raised.kind == "config" and "\n" not in raised.message
+    assert all(token in raised.message for token in ["box.yaml", "commands", *tokens]), raised.message
+
+
+def test_every_bad_tool_is_told_at_once_before_anything_is_asked(serve, run_mm, tmp_path):
+    server = serve(stream(OK))
+    (tmp_path / "c.yaml").write_text("commands: {look: {command: date}, read_file: {command: [a]}}\n")
+    result = run_mm("--config", "c.yaml", *at(server), "hi")
+    assert (result.code, result.out, result.err.count("\n"), server.posts) == (2, "", 2, [])
+    result = run_mm(*at(server), "-t", "read_file,zzz", "hi")
+    assert (result.code, result.err.count("\n"), server.posts) == (2, 1, []) and "zzz" in result.err and "list_files" in result.err
+
+
+def test_a_command_does_not_see_the_keys(serve, run_mm, tmp_path):
+    (tmp_path / "c.yaml").write_text(COMMAND + "providers: {other: {url: u, apiKeyEnv: MY_SECRET}}\n")
+    server = serve(calls("run_command", command="env"), calls("env"), stream(OK))
+    keys = {"MM_API_KEY": "hidden-1", "OPENAI_API_KEY": "hidden-2", "MY_SECRET": "hidden-3", "ELSE_API_KEY": "hidden-4", "HARMLESS": "seen"}
+    assert run_mm("--config", "c.yaml", *at(server), "-y", "-t", "all", "hi", env=keys).code == 0
+    results = [message["content"] for message in server.arrived(3).body["messages"] if message["role"] == "tool"]
+    assert len(results) == 2 and all("HARMLESS=seen" in result and "PATH=" in result and "hidden" not in result for result in results)
+
+
+# -- permission, and what a person sees
+
+@pytest.mark.parametrize("keys, ran", [("y\r", True), ("yes\r", True), ("n\r", False), ("\rwhat?\ry\r", True), ("a\r", True), ("\x04", False)])
+def test_a_person_is_asked_before_a_command_runs(serve, terminal, tmp_path, keys, ran):
+    server = serve(calls("run_command", command="echo ran > proof; echo done"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi")
+    screen.expect("echo ran > proof")
+    screen.expect("y / n / a")
+    assert not (tmp_path / "proof").exists()
+    screen.send(keys)
+    screen.expect("ok")
+    assert screen.code() == 0 and (tmp_path / "proof").exists() == ran and "Traceback" not in screen.shown
+    result = strict(server.arrived(2))[-1]["content"]
+    assert ("done" in result) == ran and (ran or "refused" in result)
+
+
+def test_ctrl_c_at_the_question_runs_nothing_and_the_prompt_comes_back(serve, terminal, tmp_path):
+    server = serve(calls("run_command", command="echo ran > proof"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command")
+    screen.prompt()
+    screen.send("one\r")
+    screen.expect("y / n / a")
+    screen.take(0.3)  # see prompt()
+    screen.send("\x03")
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+    assert not (tmp_path / "proof").exists() and "one" in str(strict(server.arrived(2)))
+
+
+def test_always_is_for_this_tool_alone_and_for_the_whole_session(serve, terminal, tmp_path):
+    server = serve(calls("run_command", command="echo 1 >> log"), calls("run_command", command="echo 2 >> log"), stream(OK),
+                   calls("run_command", command="echo 3 >> log"), calls("write_file", path="log2", content="x\n"), stream(chunk("fine") + STOP))
+    screen = terminal(*at(server), "-t", "all")
+    screen.prompt()
+    screen.send("one\r")
+    screen.expect("y / n / a")
+    screen.send("a\r")
+    assert "y / n / a" not in screen.expect("ok")
+    assert "2 tool calls" in screen.expect("> ")
+    screen.send("two\r")
+    asked = screen.expect("y / n / a")
+    assert "write log2" in asked and "+x" in asked
+    assert (tmp_path / "log").read_text() == "1\n2\n3\n"
+    screen.send("n\r")
+    screen.expect("fine")
+    assert not (tmp_path / "log2").exists() and "refused" in strict(server.arrived(6))[-1]["content"]
+
+
+def test_the_question_for_permission_is_no_part_of_a_piped_answer(serve, terminal, tmp_path):
+    server = serve(calls("run_command", command="echo done"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi", redirect='<"$TTY" >out 2>"$TTY"')
+    screen.expect("echo done")
+    screen.take(0.2)
+    screen.send("y\r")
+    assert screen.code() == 0 and (tmp_path / "out").read_text() == "ok\n"
+    assert "y / n / a" in screen.shown and "done" in strict(server.arrived(2))[-1]["content"]
+
+
+@pytest.mark.parametrize("options, stdin, ran", [([], None, False), ([], "piped", False), (["--json"], None, False), (["-y"], None, True), (["--yes", "--json"], "piped", True)])
+def test_without_a_terminal_a_command_is_refused_unless_yes_was_said(serve, run_mm, tmp_path, options, stdin, ran):
+    server = serve(calls("run_command", command="echo ran > proof"), stream(OK))
+    result = run_mm(*at(server), "-t", "run_command", *options, "hi", stdin=stdin)
+    assert result.code == 0 and (tmp_path / "proof").exists() == ran
+    assert strict(server.arrived(2))[-1]["content"].startswith("run_command was not run") == (not ran)
+    if result.events:
+        named, ended = result.events[:2]
+        assert list(named) == ["type", *mm.EVENTS["tool_call"]] and list(ended) == ["type", *mm.EVENTS["tool_result"]]
+        assert (named["name"], named["arguments"], ended["id"], ended["ok"]) == ("run_command", {"command": "echo ran > proof"}, "a", ran)
+
+
+def test_a_person_sees_what_a_call_does_its_result_in_a_few_lines_and_what_changes_in_a_file(serve, terminal, tmp_path):
+    (tmp_path / "poem").write_text("roses\nviolets\n")
+    server = serve(calls("write_file", path="poem", content="roses\nlilies\n"), calls("run_command", command="seq 1000; printf '\\033]0;x\\007'"), stream(OK))
+    screen = terminal(*at(server), "-y", "-t", "all", "hi")
+    screen.expect("ok")
+    assert screen.code() == 0
+    rows = plain(screen.shown).split("\r\n")
+    assert [row.strip() for row in rows if row.strip() in ("-violets", "+lilies", "roses")] == ["roses", "-violets", "+lilies"]
+    assert sum("seq 1000" in row for row in rows) == 1 and len(rows) < 25 and "\x1b]" not in screen.shown and "1\r\n  2" in plain(screen.shown)
+
+
+# -- order, and the server's cache
+
+def test_tools_are_sorted_whatever_the_order_and_a_conversation_s_requests_share_all_that_is_not_new(load, serve, box):
+    prefixes = set()
+    for names, order in (("[write_file, zz, list_files, aa]", "zz: {command: [date]}, aa: {command: [date]}"),
+                         ("[aa, list_files, write_file, zz]", "aa: {command: [date]}, zz: {command: [date]}")):
+        settings = load(f"tools: {names}\ncommands: {{{order}}}\nsystem: be kind")
+        server = serve(calls("aa"), stream(chunk(reasoning="hm") + OK), calls("list_files"), stream(OK))
+        tools = box("y", mm.check_commands(settings["commands"], ""))
+        tools.names = settings["tools"]
+        conversation, bodies = mm.Conversation(backend_of("llamacpp", server.url), settings, tools), []
+        post = conversation.protocol.stream
+        conversation.protocol.stream = lambda body, *rest: bodies.append(body) or post(body, *rest)  # noqa: B023
+        ask(conversation, "one")
+        ask(conversation, "two")
+        assert [entry["function"]["name"] for entry in server.posts[0].body["tools"]] == ["aa", "list_files", "write_file", "zz"]
+        ends = [body.rindex(b'],"stream":') for body in bodies]
+        for first, second, end in zip(bodies, bodies[1:], ends):
+            assert second.startswith(first[:end] + b",") and second.endswith(first[end:])
+        assert len(bodies) == 4 and json.loads(bodies[3])["messages"][-1]["content"] == "(empty)"
+        prefixes.add(re.sub(rb"[0-9]+:[0-9:]+", b"", bodies[0]))
+    assert len(prefixes) == 1
+
+
+# ======================================================================================================================
+# 9. A turn that survives
+# ======================================================================================================================
+
+LIST = dict(index=0, id="a", name="list_files", arguments="{}")
+SECOND = dict(index=1, id="b", name="list_files", arguments='{"path": "."}')
+BREAKS = {  # name: (scripts of the first turn, how many calls ran, the error's kind)
+    "a call that is broken": ([stream(call(**{**LIST, "arguments": '{"path": "x'}) + CALLED), stream(OK)], 0, None),
+    "arguments that are a list": ([stream(call(**{**LIST, "arguments": '["."]'}) + CALLED), stream(OK)], 0, None),
+    "arguments that are an object": ([stream(call(**{**LIST, "arguments": {"path": "."}}) + CALLED), stream(OK)], 1, None),
+    "no arguments": ([stream(call(index=0, id="a", name="list_files") + CALLED), stream(OK)], 1, None),
+    "a call cut by the token limit": ([stream(call(**{**LIST, "arguments": '{"path'}) + chunk(finish="length") + DONE)], 0, None),
+    "a whole call at the token limit": ([stream(chunk("Look: ") + call(**LIST) + chunk(finish="length") + DONE)], 0, None),
+    "two calls, one broken": ([stream(call(**LIST) + call(**{**SECOND, "arguments": "{"}) + CALLED), stream(OK)], 1, None),
+    "two calls without ids": ([stream(call(**{**LIST, "id": None}) + call(**{**SECOND, "id": ""}) + CALLED), stream(OK)], 2, None),
+    "two calls with one id": ([stream(call(**LIST) + call(**{**SECOND, "id": "a"}) + CALLED), stream(OK)], 2, None),
+    "one id again and again": ([stream(call(**LIST) + CALLED), stream(call(**LIST) + CALLED), stream(OK)], 2, None),
+    "a call without a name": ([stream(call(index=0, id="a", arguments="{}") + CALLED), stream(OK)], 0, None),
+    "a call of an unknown tool": ([stream(call(**{**LIST, "name": "fs.look up"}) + CALLED), stream(OK)], 0, None),
+    "a call that finishes with stop": ([stream(call(**LIST) + STOP + DONE), stream(OK)], 1, None),
+    "a call with no finish_reason": ([stream(call(**LIST) + DONE), stream(OK)], 1, None),
+    "text and a call": ([stream(chunk("Look: ") + call(**LIST) + CALLED), stream(OK)], 1, None),
+    "a call and an empty answer": ([stream(call(**LIST) + CALLED), stream(STOP + DONE)], 1, "empty"),
+    "thinking alone": ([stream(chunk(reasoning="hm") + STOP + DONE)], 0, "empty"),
+    "a blank answer": ([stream(chunk(" \n") + STOP + DONE)], 0, "empty"),
+    "a refusal": ([reply(400, {"error": "no"})], 0, "server"),
+    "a refusal after a call": ([stream(call(**LIST) + CALLED), reply(500, {"error": "roles must alternate"})], 1, "server"),
+    "a cut in thinking": ([stream(chunk(reasoning="hm"))] * 2, 0, "interrupted"),
+    "a cut in the answer": ([stream(chunk("half"))] * 2, 0, "interrupted"),
+    "a cut in a call": ([stream(chunk("half") + call(**{**LIST, "arguments": '{"pa'}))] * 2, 0, "interrupted"),
+    "a cut after a whole call": ([stream(call(**LIST))] * 2, 0, "interrupted"),
+    "an error after a call ran": ([stream(call(**LIST) + CALLED), *[stream(chunk("half") + sse({"error": {"message": "slot lost"}}))] * 2], 1, "server"),
+    "a stall after a call ran": ([stream(call(**LIST) + CALLED), stream(chunk("half"), "hang")], 1, "stalled"),
+    "too many steps": ([stream(call(**LIST) + CALLED)] * 3, 3, "steps"),
+    "a lone surrogate": ([stream(chunk("a\ud800") + call(**{**LIST, "arguments": '{"path": "\\ud800"}'}) + CALLED), stream(OK)], 0, None),
+}
+
+
+@pytest.mark.parametrize("scripts, ran, kind", BREAKS.values(), ids=BREAKS)
+def test_the_next_request_is_strict_and_nothing_is_lost_after(serve, box, scripts, ran, kind):
+    server = serve(*scripts, stream(chunk("fine") + STOP))
+    conversation = agent(server, box(), system="be kind", maxSteps=3, watchdogTimeout=0.5)
+    events = ask(conversation, "the question")
+    assert (error(events) and error(events)[0], len(server.posts)) == (kind, len(scripts))
+    results = [event for event in events if event["type"] == "tool_result"]
+    assert sum(event["ok"] for event in results) == ran and kinds(events)[-1] == "done"
+    assert text(ask(conversation, "the next")) == "fine"
+    messages = [strict(post) for post in server.posts][-1]
+    said = json.dumps(messages, ensure_ascii=False)
+    assert "the question" in said and "the next" in said and messages[0]["content"] == "be kind"
+    assert len([message for message in messages if message["role"] == "tool"]) == len(results)
+    assert ("half" in said) == ("half" in text(events)) and "hm" not in said
+    for event in results:
+        assert any(message["content"] == event["output"] and message["role"] == "tool" for message in messages)
+
+
+@pytest.mark.parametrize("script, when, kept", [
+    (["hang"], "posted", []), (stream(chunk(reasoning="hm"), "hang"), "reasoning", []), (stream(chunk("half"), "hang"), "answer", ["half"]),
+    (stream(chunk("half") + call(**{**LIST, "arguments": '{"pa'}), "hang"), "call", ["half"]),
+    (calls("run_command", command="echo out; echo x > f; sleep 30"), "tool", ["out", "ended"]),
+    (stream(call(**LIST) + call(index=1, id="b", name="run_command", arguments='{"command": "ls"}') + CALLED), "asking", ["(empty)"]),
+], ids=["waiting", "thinking", "answering", "calling", "in a tool", "between a call and its result"])
+def test_ctrl_c_loses_nothing_while(serve, box, script, when, kept):
+    server = serve(script, stream(OK))
+    tools = box("y")
+    if when == "tool":
+        os.mkfifo("f")
+    conversation = agent(server, tools)
+    if when == "asking":
+        tools.permit = lambda *what: conversation.interrupt() or "y"
+    if when in ("posted", "tool"):  # from another thread, as nothing comes here
+        threading.Thread(target=lambda: (open("f").read() if when == "tool" else server.arrived()) and conversation.interrupt(), daemon=True).start()
+    out, started = mm.Pen(io.StringIO()), time.monotonic()
+
+    def turn():
+        for event in conversation.ask("the question"):
+            yield event
+            if event["type"] == when or when == "call" and conversation.replies and conversation.replies[-1].calls.calls and not conversation.stopped:
+                conversation.interrupt()
+    assert mm.run_turn(conversation, turn(), mm.Ndjson(out)) == 130 and time.monotonic() - started < 5
+    events = [json.loads(line) for line in out.stream.getvalue().splitlines()]
+    assert error(events)[0] == "cancelled" and kinds(events)[-1] == "done"
+    assert text(ask(conversation, "the next")) == "ok"
+    said = json.dumps(strict(server.arrived(2)))
+    assert all(word in said for word in ["the question", "the next", *kept]) and "hm" not in said
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_broken_stream_is_asked_for_again_and_tools_are_not_run_again(serve, box, cut):
+    server = serve(calls("run_command", command="echo x >> log"), cut, calls("run_command", "b", command="echo y >> log"), stream(OK))
+    conversation = agent(server, box("y"))
+    events = ask(conversation)
+    assert error(events) is None and kinds(events).count("retry") == 1 and open("log").read() == "x\ny\n"
+    assert server.posts[1].body == server.posts[2].body and len(server.posts) == 4
+    assert "half" not in str(strict(server.posts[3]))
+
+
+@pytest.mark.parametrize("option, steps", [([], 25), (["--max-steps", "2"], 2)])
+def test_a_loop_of_calls_ends_with_a_line_and_exit_code_1(serve, run_mm, option, steps):
+    server = serve(calls("list_files"))
+    result = run_mm(*at(server), "-t", "list_files", *option, "hi")
+    assert (result.code, len(server.posts)) == (1, steps) and "--max-steps" in result.err.splitlines()[-1]
+
+
+# -- Ctrl-C while it thinks
+
+def thinking(*then):
+    said = [{"role": "assistant", "content": None}, {"reasoning_content": "hm"}]
+    return stream(*[sse({"id": "chatcmpl-7", "model": "m", "choices": [{"index": 0, "delta": delta}]}) for delta in said], *then)
+
+
+def test_ctrl_c_ends_the_thinking_and_a_second_one_stops_the_answer(serve, terminal):
+    ended = threading.Event()
+    server = serve(thinking(ended, chunk("The answer"), "hang"), reply(200, {"success": True}), stream(OK))
+    screen = terminal("-p", "llamacpp", *at(server))
+    screen.prompt()
+    screen.send("one\r")
+    screen.expect("hm")
+    screen.send("\x03")
+    control = server.arrived(2)
+    assert (control.path, control.body) == ("/v1/chat/completions/control", {"id": "chatcmpl-7", "action": "reasoning_end"})
+    ended.set()
+    screen.expect("The answer")
+    screen.send("\x03")
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+    assert server.posts[0].body["reasoning_control"] is True and strict(server.arrived(3)) == [user("one"), assistant("The answer"), user("two")]
+
+
+def test_a_second_ctrl_c_stops_a_thinking_that_does_not_end(serve, terminal):
+    server = serve(thinking("hang"), reply(200, {"success": True}))
+    screen = terminal("-p", "llamacpp", *at(server), "hi")
+    screen.expect("hm")
+    screen.send("\x03")
+    server.arrived(2)
+    screen.expect("\n")
+    screen.send("\x03")
+    assert screen.code() == 130 and len(server.posts) == 2
+
+
+@pytest.mark.parametrize("provider, control", [("llamacpp", reply(404)), ("llamacpp", reply(200, {"success": False})), ("llamacpp", reply(200, b"odd")), ("vllm", None), ("", None)])
+def test_where_thinking_cannot_be_ended_ctrl_c_stops(serve, terminal, provider, control):
+    server = serve(thinking("hang"), *[control] * bool(control))
+    screen = terminal(*["-p", provider] * bool(provider), *at(server), "hi")
+    screen.expect("hm")
+    screen.send("\x03")
+    assert screen.code() == 130 and len(server.posts) == 1 + bool(control) and "Traceback" not in screen.shown
+
+
+def test_without_a_terminal_ctrl_c_stops_at_once(serve, start_mm):
+    server = serve(thinking("hang"))
+    process = start_mm("-p", "llamacpp", *at(server), "hi")
+    assert process.stderr.read(2) == b"hm"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 130 and len(server.posts) == 1
+
+
+# ======================================================================================================================
+# 10. Sessions
+# ======================================================================================================================
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / ".local/state/mm/sessions"
+
+
+def stored(folder):
+    """The messages in the one session file, as they lie there, and its path."""
+    path, = folder.glob("*.jsonl")
+    return [item for item in map(json.loads, path.read_text().splitlines()) if "role" in item], path
+
+
+def test_every_message_is_on_disk_when_it_is_complete_and_thinking_never_is(serve, start_mm, folder):
+    ended = threading.Event()
+    server = serve(stream(chunk(reasoning="secret thought") + call(**LIST) + CALLED), stream(chunk(reasoning="secret thought") + chunk("half"), ended, chunk("more") + STOP))
+    process = start_mm(*at(server), "--json", "-t", "list_files", "hi")
+    server.arrived(2)
+    messages, path = stored(folder)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"] and messages[1]["tool_calls"][0]["name"] == "list_files"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    ended.set()
+    done = json.loads(process.communicate(timeout=PATIENCE)[0].splitlines()[-1])
+    assert done["session"] == path.name[:-6] and stored(folder)[0][-1]["content"] == "halfmore" and "thought" not in path.read_text()
+
+
+@pytest.mark.parametrize("script, kept", [
+    (["hang"], 1), (stream(chunk(reasoning="hm"), "hang"), 1), (stream(chunk("half"), "hang"), 1), (calls("run_command", command="echo $$ > pid; exec sleep 5"), 2),
+], ids=["waiting", "thinking", "answering", "in a tool"])
+def test_kill_9_loses_the_answer_in_flight_alone_and_the_next_run_says_so(serve, start_mm, run_mm, folder, tmp_path, script, kept):
+    server = serve(script, stream(OK))
+    process = start_mm(*at(server), "--json", "-y", "-t", "run_command", "the question")
+    server.arrived()
+    if len(script) > 1:
+        process.stdout.readline()
+    deadline = time.monotonic() + PATIENCE
+    while len(stored(folder)[0]) < kept:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    result = run_mm("-c", "the next")
+    assert result.out == "ok\n" and "cut off" in result.err
+    said = str(strict(server.arrived(2)))
+    assert "the question" in said and "the next" in said and ("echo $$" in said) == (kept == 2)
+
+
+def test_ctrl_c_keeps_the_partial_answer_on_disk(serve, start_mm, run_mm):
+    server = serve(stream(chunk("half"), "hang"), stream(OK))
+    process = start_mm(*at(server), "--json", "one")
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 130
+    run_mm("-c", "two")
+    assert strict(server.arrived(2)) == [user("one"), assistant("half"), user("two")]
+
+
+def test_a_dropped_attempt_is_not_stored(serve, run_mm, folder):
+    server = serve(stream(chunk("The answer is "), 0.05, chunk("forty"), 0.05, "reset"), stream(chunk("The answer is forty-two.") + STOP))
+    assert run_mm(*at(server), "--json", "hi").code == 0
+    assert [message["content"] for message in stored(folder)[0]] == ["hi", "The answer is forty-two."]
+
+
+@pytest.fixture
+def session(folder):
+    """The path of a session with a tool turn and a chat, written by mm."""
+    session = mm.Session({"provider": "", "model": "m"}, lambda fault: None)
+    for message in (user("one é"), {**assistant("", {"id": "a", "name": "look", "arguments": None, "raw": '{"q'})}, tool("a"), assistant("two"), user("three"), assistant("four")):
+        session.record(message)
+    session.close()
+    return session.path
+
+
+def put(path, change):
+    with open(path, "rb") as file:
+        raw = file.read()
+    with open(path, "wb") as file:
+        file.write(change(raw))
+
+
+NOISE = [b"\0" * 64, b"{", b"[1, 2]", b'"role"', b"5", b"null", b'{"role": 5}', b'{"role": "tool"}', b'{"role": "user", "content": 5}', b"\xff\xfe", b'{"history": 5}',
+         b'{"history": [{"role": "user"}, 5]}', b'{"role": "assistant", "tool_calls": [{"id": "a"}]}', b"[" * 9999]
+
+
+@pytest.mark.parametrize("change, count, notes", [
+    (lambda raw: raw, 6, []), (lambda raw: raw[:-5], 5, ["line 7"]), (lambda raw: raw[:raw.index("é".encode()) + 1], 0, ["line 2"]), (lambda raw: b"", 0, ["empty"]),
+    (lambda raw: b"\n\n", 0, ["empty"]), (lambda raw: b"\xef\xbb\xbf" + raw, 6, []), (lambda raw: raw.replace(b"\n", b"\r\n"), 6, []), (lambda raw: raw[:-1], 6, []),
+    (lambda raw: raw.replace(b"two", "a\u2028b\x85c".encode()), 6, []), (lambda raw: raw + b"\0" * 64, 6, ["line 8"]),
+    (lambda raw: b"garbage\n" + raw, 6, ["line 1 "]), (lambda raw: raw.replace(b"\n", b"\n\n", 3), 6, []),
+    *[(lambda raw, noise=noise: raw.replace(b'{"role":"user","content":"three"}\n', b'{"role":"user","content":"three"}\n' + noise + b"\n"), 6, ["line 7"]) for noise in NOISE],
+])
+def test_every_good_line_is_read_and_a_bad_one_is_named(session, change, count, notes):
+    put(session, change)
+    about, history, told = mm.load_session(session)
+    assert len(history) == count and [token for token in notes if not any(token in note for note in told)] == []
+    assert len(told) - sum("no answer" in note for note in told) == len(notes) and all("\n" not in note for note in told)
+    again = mm.Session(about, pytest.fail, session)
+    again.record(user("after"))
+    assert mm.load_session(session)[1] == [*history, user("after")]
+
+
+def test_whichever_line_is_lost_the_next_request_is_strict(session, serve):
+    server, rows = serve(stream(OK)), open(session, "rb").read().split(b"\n")
+    for place in range(len(rows) - 1):
+        put(session, lambda raw: b"\n".join([*rows[:place], b"garbage", *rows[place + 1:]]))  # noqa: B023
+        conversation = agent(server)
+        conversation.history += mm.load_session(session)[1]
+        ask(conversation, "next")
+        assert len(strict(server.posts[-1])) >= 3
+
+
+def test_what_is_said_after_a_torn_tail_can_be_read_back(serve, run_mm, folder):
+    server = serve(stream(OK), stream(chunk("fine") + STOP))
+    run_mm(*at(server), "one")
+    put(stored(folder)[1], lambda raw: raw[:-5])
+    assert "line 3" in run_mm("-c", "two").err
+    assert "line 3" in run_mm("-c", "three").err
+    assert strict(server.arrived(3)) == [user("one\n\ntwo"), assistant("fine"), user("three")]
+
+
+def test_two_writers_on_one_session_lose_nothing(session):
+    def write(name):
+        mine = mm.Session({}, pytest.fail, session)
+        for number in range(200):
+            mine.record(user(f"{name}{number} " + "x" * 5000))
+    threads = [threading.Thread(target=write, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    _, history, notes = mm.load_session(session)
+    found = [message["content"].split()[0] for message in history[6:]]
+    assert [name for name in found if name[0] == "a"] == [f"a{n}" for n in range(200)] and len(found) == 400 and "damaged" not in str(notes)
+
+
+@pytest.mark.parametrize("size", [0, 20, 400, 3400])
+def test_a_full_disk_is_told_once_and_what_was_written_stays_readable(session, size):
+    told = []
+    mine = mm.Session({}, told.append, session)
+    with full_disk(os.path.getsize(session) + size):
+        for number in range(5):
+            mine.record(user(f"{number}" * 1000))
+    assert len(told) == 1 and mine.path in told[0]
+    mm.Session({}, pytest.fail, session).record(user("after"))
+    _, history, notes = mm.load_session(session)
+    assert len(history) == 6 + size // 1000 + 1 and history[-1] == user("after") and len([n for n in notes if "skipped" in n]) <= 1
+
+
+@pytest.mark.parametrize("env", [{"XDG_STATE_HOME": "/proc"}, {"XDG_STATE_HOME": "/dev/null"}, {}])
+def test_where_nothing_can_be_written_a_notice_says_so_and_mm_goes_on(serve, run_mm, tmp_path, env):
+    if not env:
+        (tmp_path / ".local").write_text("in the way")
+    result = run_mm(*at(serve(stream(OK))), "hi", env=env)
+    assert (result.code, result.out) == (0, "ok\n") and result.err.count("not saved") == 1
+    assert "not saved" not in run_mm(*at(serve(stream(OK))), "--no-save", "hi", env=env).err
+
+
+@pytest.mark.parametrize("env", [None, "", " "])
+@pytest.mark.parametrize("known", [True, False])
+def test_without_home_in_the_environment_the_user_s_own_is_used_and_else_nothing_is_written(monkeypatch, tmp_path, env, known):
+    import pwd
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {True: SimpleNamespace(pw_dir=str(tmp_path / "home"))}[known])  # a container's user may have no entry
+    monkeypatch.delenv("HOME") if env is None else monkeypatch.setenv("HOME", env)
+    folder, told = mm.sessions_folder(), []
+    assert not known or folder.startswith(str(tmp_path / "home"))
+    if known or not os.path.isabs(folder) or folder.startswith(os.devnull):
+        mm.Session({}, told.append).record(user("hi"))
+    assert os.listdir(tmp_path / "here") == [] and bool(told) != known
+
+
+@pytest.mark.parametrize("args, config", [(["--no-save"], ""), ([], "save: false")])
+def test_a_conversation_that_is_not_to_be_saved_is_not(serve, run_mm, tmp_path, folder, args, config):
+    (tmp_path / "c.yaml").write_text(config)
+    result = run_mm("--config", "c.yaml", *at(serve(stream(OK))), "--json", *args, "hi")
+    assert result.events[-1]["session"] is None and not folder.exists()
+
+
+def test_a_session_remembers_its_server_and_model_and_an_option_beats_them(serve, run_mm, tmp_path):
+    first, second = serve(stream(OK)), serve(stream(OK))
+    (tmp_path / "c.yaml").write_text("\n".join(["model: from-config", "providers:", f"  one: {{url: '{first.url}'}}", f"  two: {{url: '{second.url}'}}"]))
+    config = "--config", "c.yaml"
+    run_mm(*config, "-p", "one", "-m", "n", "1")
+    run_mm(*config, "-c", "2")
+    run_mm(*config, "-c", "-m", "o", "3")
+    assert [post.body["model"] for post in first.posts] == ["n", "n", "o"] and not second.posts
+    run_mm(*config, "-c", "-p", "two", "4")
+    run_mm(*config, "-c", "--url", second.url, "5")
+    assert len(second.posts) == 2 and len(strict(second.posts[1])) == 9
+
+
+def test_a_session_s_url_does_not_get_what_an_option_sends_elsewhere(serve, run_mm, tmp_path):
+    first, second = serve(stream(OK)), serve(stream(OK))
+    (tmp_path / "c.yaml").write_text(f"providers: {{two: {{url: '{second.url}', apiKeyEnv: TWO_API_KEY}}}}")
+    run_mm("--url", first.url, "-m", "m", "1")
+    run_mm("--config", "c.yaml", "-c", "-p", "two", "2", env={"TWO_API_KEY": "k-two"})
+    assert (len(first.posts), len(second.posts)) == (1, 1)
+
+
+def test_a_model_that_was_chosen_in_the_conversation_is_remembered(serve, run_mm):
+    server = serve(stream(OK), models=["m", "n"])
+    run_mm(*at(server), "-i", stdin="one\n/model n\ntwo\n")
+    run_mm("-c", "three")
+    run_mm(*at(server), "-i", stdin="/model n\n/clear\nfour\n")
+    run_mm("-c", "five")
+    assert [post.body["model"] for post in server.posts] == ["m", "n", "n", "n", "n"]
+
+
+@pytest.mark.parametrize("given, found", [("", "20310102-b"), ("20310101-a", "20310101-a"), ("20310102", "20310102-b"), ("20310101", None), ("zzz", None), ("../x", None)])
+def test_a_session_is_found_by_the_beginning_of_its_id(folder, given, found):
+    assert fault(mm.find_session, "").kind == "config"
+    folder.mkdir(parents=True)
+    for age, name in enumerate(("20310102-b", "20310101-a", "20310101-ab")):
+        (folder / f"{name}.jsonl").write_text("")
+        os.utime(folder / f"{name}.jsonl", (1e9 - age, 1e9 - age))
+    if found:
+        assert mm.find_session(given) == str(folder / f"{found}.jsonl")
+    else:
+        raised = fault(mm.find_session, given)
+        assert raised.kind == "config" and given in raised.message and "\n" not in raised.message
+
+
+def test_a_session_that_is_not_there_is_wrong_usage_and_nothing_is_asked(serve, run_mm):
+    server = serve(stream(OK))
+    for option in (["-c"], ["-r", "zzz"]):
+        result = run_mm(*at(server), *option, "hi")
+        assert (result.code, result.out, result.err.count("\n"), server.posts) == (2, "", 1, [])
+
+
+def test_sessions_lists_each_with_its_first_question(serve, run_mm, folder):
+    assert run_mm("--sessions").code == 0
+    server = serve(stream(OK))
+    for question in ("an old\nquestion", "a new one"):
+        run_mm(*at(server), question)
+    (folder / "broken.jsonl").write_bytes(b"\0\0\n")
+    os.utime(folder / "broken.jsonl", (1, 1))
+    result = run_mm("--sessions")
+    rows = result.out.splitlines()
+    assert result.code == 0 and len(rows) == 3 and "a new one" in rows[0] and "an old question" in rows[1] and "broken" in rows[2]
+    its_id = rows[1].split()[0]
+    run_mm("-r", its_id[:-1], "more")
+    assert strict(server.arrived(3)) == [user("an old\nquestion"), assistant("ok"), user("more")]
+
+
+# -- commands of the REPL
+
+def said(result):
+    return result.out + result.err
+
+
+def test_retry_asks_the_last_question_again_and_the_session_holds_it_once(serve, run_mm, folder):
+    server = serve(stream(OK), stream(chunk("bad") + STOP), stream(chunk("better") + STOP))
+    assert said(run_mm(*at(server), "-i", stdin="/retry\none\ntwo\n/retry\n")).count("better") == 1
+    assert len(server.posts) == 3 and server.posts[1].body == server.posts[2].body
+    path, = folder.glob("*")
+    assert mm.load_session(path)[1] == [user("one"), assistant("ok"), user("two"), assistant("better")]
+
+
+def test_clear_begins_another_session_and_the_old_one_stays(serve, run_mm, folder):
+    server = serve(stream(OK))
+    run_mm(*at(server), "-i", stdin="one\n/clear\ntwo\n/sessions\n")
+    histories = sorted(mm.load_session(path)[1][0]["content"] for path in folder.glob("*"))
+    assert histories == ["one", "two"] and strict(server.arrived(2)) == [user("two")]
+
+
+def test_sessions_and_save_show_and_keep_the_conversation(serve, run_mm, tmp_path):
+    (tmp_path / "there.md").write_text("mine")
+    server = serve(stream(chunk("Look.") + call(**LIST) + CALLED), stream(chunk(reasoning="secret") + chunk("The answer") + STOP))
+    result = run_mm(*at(server), "-s", "be kind", "-t", "list_files", "-i", stdin="the question\n/sessions\n/save out.md\n/save there.md\n/save no/where.md\n/save\n")
+    saved = (tmp_path / "out.md").read_text()
+    places = [saved.index(word) for word in ("be kind", "the question", "Look.", "list_files", "there.md", "The answer")]
+    assert places == sorted(places) and "secret" not in saved and (tmp_path / "there.md").read_text() == "mine"
+    assert result.code == 0 and "the question" in said(result) and said(result).count("there.md") >= 2 and "no/where.md" in said(result)
+
+
+def test_tools_shows_and_switches_them(serve, run_mm):
+    server = serve(stream(OK))
+    result = run_mm(*at(server), "-t", "read_file", "-i", stdin="/tools\none\n/tools list_files\ntwo\n/tools all\nthree\n/tools read_file zzz\nfour\n/tools none\nfive\n")
+    names = [[entry["function"]["name"] for entry in post.body.get("tools", [])] for post in server.posts]
+    everything = sorted(mm.BUILT_IN)
+    assert names == [["read_file"], ["list_files", "read_file"], everything, [name for name in everything if name != "read_file"], []]
+    assert "zzz" in said(result) and all(name in said(result) for name in everything)
+
+
+def test_stats_and_compact_show_the_window_and_how_full_it_is(serve, run_mm, tmp_path):
+    (tmp_path / "c.yaml").write_text("contextWindow: 2000\n")
+    server = serve(counted(900, 100), stream(chunk("the summary") + STOP), stream(OK))
+    result = run_mm("--config", "c.yaml", *at(server), "-i", stdin="one\n/stats\n/compact\n/stats\ntwo\n")
+    assert re.search(r"1,000\D+2,000\D+50 ?%", said(result)) and "1,000 tokens before" in said(result)
+    summary, after = server.arrived(2), strict(server.arrived(3))
+    assert len(summary.body["messages"]) == 1 and len(after) == 1 and "the summary" in after[0]["content"] and after[0]["content"].endswith("two")
+
+
+# ======================================================================================================================
+# 9. The context
+# ======================================================================================================================
+
+@pytest.mark.parametrize("provider, pages, window", [  # the kinds that test_the_probe_finds_the_context_that_is_served does not have
+    ("", {"/v1/models": {"data": [{"id": "m", "meta": {"n_ctx": 1024}}]}}, 1024), ("", {"/v1/models": {"data": [{"id": "m", "max_model_len": 512}]}}, 512),
+    ("llamacpp", {"/v1/models": {"data": [{"id": "m", "meta": None}]}, "/props?model=m&autoload=false": {"default_generation_settings": {"n_ctx": 2048}}}, 2048),
+    ("dmr", {"/engines/_configure?model=m": [{"Model": "ai/m", "Config": {"context-size": 4096}}], "/engines/v1/models": {"data": [{"id": "ai/m"}]}}, 4096),
+    ("lmstudio", {"/api/v1/models": {"models": [{"key": "m", "loaded_instances": [{"config": {"context_length": 8000}}]}]}}, 8000),
+    ("lmstudio", {"/api/v1/models": {"models": [{"key": "m", "loaded_instances": []}]}}, 0), ("llamacpp", {"/v1/models": {"data": [{"id": "m", "meta": {"n_ctx": "1024"}}]}}, 0),
+])
+def test_the_window_is_what_the_server_tells_of_it(tell, provider, pages, window):
+    server = tell(stream(OK), pages=pages)
+    conversation = mm.Conversation(backend_of(provider, server.root + ("/engines/v1" if provider == "dmr" else "/v1")), settings_of())
+    assert conversation.find_window() == window
+
+
+def test_a_window_that_is_told_only_once_the_model_is_loaded_is_found_later_and_one_of_the_config_counts(tell):
+    unloaded, loaded = {"models": []}, {"models": [{"name": "m", "context_length": 1000}]}
+    server = tell(counted(100), counted(900), stream(chunk("the summary") + STOP), stream(OK), pages={"/api/ps": (unloaded, loaded)})
+    conversation = agent(server, provider="ollama")
+    conversation.find_window()
+    ask(conversation, "one")
+    ask(conversation, "two")
+    ask(conversation, "three")
+    assert len(server.posts) == 4 and "the summary" in strict(server.posts[3])[0]["content"]
+    looks = len(server.gets)
+    assert agent(server, contextWindow=777).find_window() == 777 and len(server.gets) == looks
+
+
+@pytest.mark.parametrize("values, used, compacted", [
+    ({"contextWindow": 1000}, 850, True), ({"contextWindow": 1000}, 750, False), ({"contextWindow": 1000, "compactAt": 0.5}, 550, True),
+    ({"contextWindow": 1000, "compactAt": 0.5}, 450, False), ({"contextWindow": 1000, "compactAt": 0}, 5000, False), ({"contextWindow": 0}, 5000, False),
+    ({"contextWindow": 1000, "compactAt": 1}, 950, False), ({"contextWindow": 1000}, (2600,), False), ({"contextWindow": 1000}, (3800,), True),
+])
+def test_a_conversation_is_summed_up_once_it_fills_its_part_of_the_window_where_four_characters_are_a_token_if_nothing_is_counted(serve, values, used, compacted):
+    counts = isinstance(used, int)  # else the length of the question, and the server counts nothing
+    server, recorded = serve(counted(used - 10, 10) if counts else stream(OK), stream(chunk("the summary") + STOP), stream(OK)), []
+    conversation = agent(server, record=recorded.append, system="be kind", **values)
+    ask(conversation, "the old one" + ("" if counts else "x" * used[0]))
+    events = ask(conversation, "the new one")
+    assert len(server.posts) == 2 + compacted and ("notice" in kinds(events)) == compacted
+    messages = strict(server.posts[-1])
+    assert ("the old one" in str(messages)) != compacted and messages[0]["content"] == "be kind" and messages[-1]["content"].endswith("the new one")
+    assert sum("history" in item for item in recorded) == compacted and ("the summary" in str(messages)) == compacted
+
+
+@pytest.mark.parametrize("provider, fields", [
+    ("llamacpp", {"chat_template_kwargs": {"enable_thinking": False}}), ("ollama", {"reasoning_effort": "none"}), ("deepseek", {"thinking": {"type": "disabled"}}),
+    ("vllm", {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}), ("openrouter", {"reasoning": {"enabled": False}}), ("", {}),
+])
+def test_a_summary_is_asked_for_without_thinking_tools_and_options_and_its_thinking_is_not_shown(serve, box, provider, fields):
+    server = serve(counted(900), stream(chunk(reasoning="secret"), chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server, box(), provider, contextWindow=1000, think=True, system="be kind", sampling={"max_tokens": 5})
+    ask(conversation, "one")
+    events = ask(conversation, "two")
+    body = server.arrived(2).body
+    message, = body["messages"]
+    assert fields.items() <= body.items() and message["role"] == "user" and "one" in message["content"] and not {"tools", "max_tokens"} & set(body)
+    assert text(events, "reasoning") == "" and text(events) == "ok" and "secret" not in str(strict(server.arrived(3)))
+
+
+def test_a_server_that_refuses_the_switch_is_asked_for_the_summary_without_it(serve):
+    server = serve(counted(900), reply(400, {"error": {"message": '"m" does not support thinking'}}), stream(chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server, provider="ollama", contextWindow=1000)
+    ask(conversation, "one")
+    assert text(ask(conversation, "two")) == "ok"
+    assert "reasoning_effort" not in server.arrived(3).body and "the summary" in str(strict(server.arrived(4)))
+
+
+OVERFLOW = reply(400, {"error": {"code": 400, "message": "request (9001 tokens) exceeds the available context size (8192 tokens), try increasing it",
+                                 "type": "exceed_context_size_error", "n_prompt_tokens": 9001, "n_ctx": 8192}})
+
+
+@pytest.mark.parametrize("scripts", [
+    [stream(STOP)], [stream(chunk("  \n") + STOP)], [stream(chunk("cut of") + chunk(finish="length"))], [stream(chunk(reasoning="I should") + chunk(finish="length"))],
+    [stream(chunk(reasoning="I should") + STOP)], [stream(chunk("the us") + sse({"error": {"message": "slot was released"}}))] * 2, [stream(chunk("half"))] * 2,
+    [reply(500, {"error": "compute"})], [OVERFLOW] * 2, [stream(call(**LIST) + CALLED)],
+], ids=["empty", "blank", "cut", "only thinking, cut", "only thinking", "an error", "a cut stream", "a refusal", "too big", "a call"])
+def test_a_summary_that_is_none_changes_nothing_and_the_turn_goes_on(serve, box, scripts):
+    server, recorded = serve(counted(900), *scripts, stream(chunk("fine") + STOP)), []
+    conversation = agent(server, box(), record=recorded.append, contextWindow=1000)
+    ask(conversation, "one")
+    events = ask(conversation, "two")
+    assert text(events) == "fine" and error(events) is None and len([event for event in events if event["type"] == "notice"]) >= 1
+    assert conversation.history == [user("one"), assistant("ok"), user("two"), assistant("fine")] == recorded
+    assert strict(server.arrived(2 + len(scripts))) == [user("one"), assistant("ok"), user("two")]
+
+
+def test_ctrl_c_in_a_summary_changes_nothing(serve):
+    server = serve(counted(900), stream(chunk("the sum"), "hang"), stream(OK))
+    conversation = agent(server, contextWindow=1000)
+    ask(conversation, "one")
+    events = []
+    for event in conversation.ask("two"):
+        events.append(event)
+        if len(server.posts) == 2 and not conversation.stopped:
+            conversation.interrupt()
+    assert error(events)[0] == "cancelled" and conversation.history == [user("one"), assistant("ok"), user("two")]
+
+
+@pytest.mark.parametrize("at_step", range(1, 8))
+def test_a_cut_never_parts_a_call_from_its_result(serve, box, at_step):
+    """Three tool turns, each of two calls of the model; the context is full after one of them."""
+    def used(step):
+        return sse({"choices": [], "usage": {"prompt_tokens": 900 if step == at_step else 100, "completion_tokens": 1}})
+    steps = [stream(chunk("look") + call(**LIST) + call(**SECOND) + CALLED[:-len(DONE)] + used(step) + DONE) if step % 2 else stream(chunk(f"answer {step}") + STOP + used(step))
+             for step in range(1, 7)]
+    summary = [stream(chunk("the summary") + STOP)] if 2 < at_step < 6 else []
+    if at_step == 6:
+        summary, steps = [], [*steps, stream(chunk("the summary") + STOP)]
+    elif at_step == 2:
+        summary = [stream(chunk("the summary") + STOP)]
+    server = serve(*steps[:at_step], *summary, *steps[at_step:], stream(chunk("fine") + STOP))
+    conversation = agent(server, box(), contextWindow=1000, system="be kind")
+    for question in ("one", "two", "three", "four"):
+        assert error(ask(conversation, question)) is None
+    bodies = [strict(post) for post in server.posts]
+    assert bodies[-1][-1]["content"].endswith("four") and ("the summary" in str(bodies[-1])) == (2 <= at_step <= 6)
+    assert all("(empty)" in str(body) for body in bodies[-1:] if at_step < 6)
+
+
+def test_an_overflow_is_answered_by_one_compaction(serve):
+    server = serve(stream(chunk("a long answer " * 50) + STOP), OVERFLOW, stream(chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server)
+    ask(conversation, "one")
+    events = ask(conversation, "two")
+    assert text(events) == "ok" and error(events) is None and len(server.posts) == 4
+    assert len(str(strict(server.posts[3]))) < len(str(strict(server.posts[1]))) and strict(server.posts[3])[-1]["content"].endswith("two")
+
+
+@pytest.mark.parametrize("values, turns, most", [({}, 2, 4), ({}, 1, 1), ({"compactAt": 0}, 2, 1), ({"contextWindow": 8192}, 2, 4)])
+def test_an_overflow_that_stays_says_the_two_numbers_after_few_requests_and_keeps_everything(serve, values, turns, most):
+    server, recorded = serve(*[stream(OK)] * (turns - 1), OVERFLOW), []
+    conversation = agent(server, record=recorded.append, **values)
+    for number in range(turns):
+        events = ask(conversation, f"question {number} " + "word " * 2000)
+    kind, message = error(events)
+    assert kind == "overflow" and "9,001" in message and "8,192" in message and len(server.posts) - (turns - 1) <= most
+    assert len(conversation.history) == 2 * turns - 1 and not any("history" in item for item in recorded)
+
+
+def test_in_one_long_turn_old_results_make_room(serve, box):
+    (box, ) = (box("y"),)
+    big = [calls("run_command", str(number), command=f"echo result-{number}; seq 2000") for number in range(5)]
+    server = serve(*big, OVERFLOW, stream(OK))
+    events = ask(agent(server, box))
+    assert text(events) == "ok"
+    before, after = strict(server.posts[5]), strict(server.posts[6])
+    assert len(str(after)) < len(str(before)) / 2 and [m["role"] for m in after] == [m["role"] for m in before] and "result-4" in str(after)
+
+
+def test_a_summary_that_would_itself_be_too_big_is_cut_to_fit_newest_first(serve):
+    server = serve(stream(chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server, contextWindow=2000)
+    for number in range(20):
+        conversation.history += [user(f"question-{number} " + "word " * 300), assistant("", {"id": "a", "name": "look", "arguments": {"q": "z" * 3000}, "raw": ""}),
+                                 tool("a", "result " * 3000), assistant(f"answer-{number}")]
+    events = ask(conversation, "two")
+    asked = server.arrived().body["messages"][0]["content"]
+    assert len(asked) < 2000 * 3.5 and "question-19" in asked and "answer-19" in asked
+    assert text(events) == "ok" and len(server.posts) == 2 and ("question-0 " in asked or any("left out" in event.get("message", "") for event in events))
+
+
+def test_a_window_that_nobody_knows_is_no_reason_to_leave_anything_out_of_a_summary(serve):
+    server = serve(stream(chunk("the summary") + STOP))
+    conversation = agent(server)
+    conversation.history += [user("first " + "a" * 1000), assistant("second " + "b" * 1000), user("third " + "c" * 1000), assistant("fourth " + "d" * 1000)]
+    list(conversation.compact(everything=True))
+    asked = server.arrived().body["messages"][0]["content"]
+    assert [word for word in ("first", "second", "third", "fourth") if word not in asked] == [] and "[…]" not in asked
+
+
+def test_a_summary_is_not_summed_up_again_at_every_step_of_a_turn(serve, box):
+    (box, ) = (box("y"),)
+    step = [calls("run_command", str(number), command="seq 300") for number in range(4)]
+    server = serve(counted(900), stream(chunk("the summary") + STOP), *step, stream(OK))
+    conversation = agent(server, box, contextWindow=1000)
+    ask(conversation, "one")
+    summaries = []
+    real = conversation.summary
+    conversation.summary = lambda messages: summaries.append(messages) or real(messages)
+    ask(conversation, "two")
+    assert len(summaries) == 1
+
+
+def test_a_compacted_conversation_is_resumed_as_it_was_and_is_not_said_to_be_cut(serve, run_mm, folder):
+    server = serve(stream(OK), stream(chunk("the summary") + STOP), stream(OK))
+    run_mm(*at(server), "-i", stdin="one\n/compact\n")
+    result = run_mm("-c", "two")
+    asked, = strict(server.arrived(3))
+    assert "the summary" in asked["content"] and asked["content"].endswith("two") and "cut off" not in result.err
+
 
 # ======================================================================================================================
 # A real llama-server: make live LLAMA_URL="http://127.0.0.1:8080/v1 ..."
