@@ -648,6 +648,7 @@ PROVIDERS = {
     # start, get: how the server is started, how a model is got.  fields: optional request fields it takes.
     # thinking: how it is told to think or not.  window: where it says what context it serves (WIRE 0.1): a path from
     # the base URL, or from the server's root after "/", then keys; [] picks the entry of the model that is used.
+    # tools: the same for whether the model's template takes tools; where it does not, they are ignored without an error.
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
@@ -661,6 +662,7 @@ PROVIDERS = {
         "start": "llama-server -m MODEL.gguf --port 8080", "get": "it has the models that --models lists",
         "window": [("models", "data.[].meta.n_ctx"),
                    ("/props?model={model}&autoload=false", "default_generation_settings.n_ctx")],
+        "tools": ("/props?model={model}&autoload=false", "chat_template_caps.supports_tools"),
     },
     "ollama": {
         "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
@@ -697,7 +699,7 @@ PROVIDERS = {
 # A server that only a URL is known of: nothing optional is sent, so that the strictest one takes the request.
 PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
-NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "window": [], "start": "", "get": "", "model": "",
+NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "window": [], "tools": (), "start": "", "get": "", "model": "",
             "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
 
 CONNECT_SECONDS = 10.0
@@ -1126,10 +1128,10 @@ def no_models(backend, status, data):
 
 
 def dig(data, path, model):
-    """The whole number at a dotted path in JSON, or 0. [] is the list's entry for `model`, or its only one."""
+    """What stands at a dotted path in JSON, or None. [] is the list's entry for `model`, or its only one."""
     for key in path.split("."):
         if key == "[]":
-            entries = [entry for entry in data or [] if isinstance(entry, dict)] if isinstance(data, list) else []
+            entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
             names = ("id", "model", "name", "key", "Model")
             data = next((e for e in entries if any(same_model(str(e.get(n, "")), model) for n in names)),
                         entries[0] if len(entries) == 1 else None)
@@ -1137,7 +1139,7 @@ def dig(data, path, model):
             data = data[int(key)] if key.isdigit() and int(key) < len(data) else None
         else:
             data = data.get(key) if isinstance(data, dict) else None
-    return as_int(data)
+    return data
 
 
 def as_int(value):
@@ -1146,16 +1148,23 @@ def as_int(value):
 
 
 def probe(backend):
-    """What a server says of itself: {"models": [ids] or None, "fault": an MMError where there are none, "window": tokens or 0}."""
+    """What a server says of itself, for advice.
+
+    models: [ids] or None; fault: an MMError where there are none; window: the context it serves in tokens, or 0; tools:
+    whether the model's template takes tools, or None where that is not told.
+    """
     status, data = ask_models(backend)
-    ids, window = model_ids(status, data), 0
-    for path, keys in backend.entry["window"] if status else []:
-        if path != "models":
-            found = fetch_all([(backend, path)], lambda status, data: status > 0)
-        window = dig(data if path == "models" else found and found[2], keys, backend.model)
-        if window:
-            break
-    return {"models": ids, "fault": None if ids is not None else no_models(backend, status, data), "window": window}
+    ids, pages, window, tools = model_ids(status, data), {"models": data}, 0, None
+
+    def told(path, keys):
+        if path not in pages:
+            found = fetch_all([(backend, path)], lambda status, data: status == 200)
+            pages[path] = found and found[2]
+        return dig(pages[path], keys, backend.model)
+    if ids is not None:
+        window = next(filter(None, (as_int(told(*place)) for place in backend.entry["window"])), 0)
+        tools = told(*backend.entry["tools"]) if backend.entry["tools"] else None
+    return {"models": ids, "fault": None if ids is not None else no_models(backend, status, data), "window": window, "tools": tools}
 
 
 # ======================================================================================================================
@@ -3034,6 +3043,7 @@ def run_turn(conversation, turn, view):
 # ======================================================================================================================
 
 KERNEL_LINE = 4095
+NO_TOOLS = "the model's chat template takes no tools, so the model will not hear of them"
 
 
 class Repl:
@@ -3090,6 +3100,8 @@ class Repl:
             self.say(f"mm: {told['fault'].message}")
         elif told["models"] and not any(same_model(name, self.conversation.backend.model) for name in told["models"]):
             self.say(f"mm: {self.conversation.backend.model} is not among the server's models (/models)")
+        elif told["tools"] is False and self.conversation.toolbox.names:
+            self.say(f"mm: {NO_TOOLS}")
 
     def one_question(self):
         """Reads and answers one; -> whether to go on."""
@@ -3580,6 +3592,7 @@ def check(backend, settings):
     rows = [("provider", backend.name), ("url", show_url(backend.url)), ("model", model),
             ("key", backend.key_advice() if backend.key or not takes_first_model(backend) else "none ($MM_API_KEY is not set)"),
             ("answers", answers), ("context", f"{told['window']:,} tokens" if told["window"] else "not told"),
+            ("tools", {True: "the model's template takes them", False: NO_TOOLS}.get(told["tools"], "not told")),
             ("config", settings.file or "none")]
     return [f"{name:<9} {value}" for name, value in rows], 0 if models is not None else 1
 
@@ -3617,6 +3630,8 @@ def run(args, view):
         return print_rows(list_models(backend), view)
     conversation, session = make_conversation(args, settings, backend, toolbox, path)
     conversation.history += history
+    if toolbox.names and backend.entry["tools"] and not wants_repl(args) and probe(backend)["tools"] is False:
+        notices.append(NO_TOOLS)
     tell(view, notices + think_notices(conversation))
     code = run_turn(conversation, conversation.ask(question), view) if question else 0
     if wants_repl(args):
