@@ -49,17 +49,18 @@ if __name__ == "__main__" and sys.argv[1:] == ["--version"]:  # the other import
         os._exit(1)
     os._exit(0)
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can end in one line, Ctrl-C ends mm without any
+
 import io
 import itertools
 import json
 import re
-import signal
 import time
 from urllib.parse import urlsplit, urlunsplit
 
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can end in one line, Ctrl-C ends mm without any
 
 
 # ======================================================================================================================
@@ -1164,7 +1165,8 @@ def probe(backend):
     if ids is not None:
         window = next(filter(None, (as_int(told(*place)) for place in backend.entry["window"])), 0)
         tools = told(*backend.entry["tools"]) if backend.entry["tools"] else None
-    return {"models": ids, "fault": None if ids is not None else no_models(backend, status, data), "window": window, "tools": tools}
+    return {"models": ids, "fault": None if ids is not None else no_models(backend, status, data), "window": window,
+            "tools": tools if isinstance(tools, bool) else None}
 
 
 # ======================================================================================================================
@@ -1787,8 +1789,11 @@ class ChatCompletions:
 
     def end_thinking(self, its_id):
         """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Blocks for PROBE_SECONDS at most."""
+        import threading
         body = serialised({"id": its_id, "action": "reasoning_end"})
         line = Line()
+        timer = threading.Timer(PROBE_SECONDS, line.hang_up)
+        timer.start()
         try:
             session, _ = open_session(line, self.backend.url)
             with session, session.post(self.backend.endpoint("chat/completions/control"), data=body, timeout=PROBE_SECONDS,
@@ -1797,7 +1802,8 @@ class ChatCompletions:
         except (OSError, ValueError, AttributeError):
             return False
         finally:
-            line.hang_up()
+            timer.cancel()
+            line.close()
 
     def post(self, session, url, body, redirects=3):
         """requests follows 301 and 302 with a GET, and to any host with the key: here only what keeps the POST and the host."""
@@ -1899,7 +1905,10 @@ class Toolbox:
         self.commands, self.seconds, self.hidden, self.permit = commands or {}, seconds, set(hidden), permit
         self.names, self.always = list(names), set()
         self.stopped, self.busy = False, False  # asked to stop; running a command
-        self.directory = os.path.realpath(os.getcwd())
+        try:
+            self.directory = os.path.realpath(os.getcwd())
+        except OSError:  # it was deleted: nothing is inside
+            self.directory = os.devnull
 
     def known(self):
         """name: (what the model is told, schema) of every tool there is, sorted."""
@@ -1912,7 +1921,7 @@ class Toolbox:
                 for name, (what, schema) in self.known().items() if name in self.names]
 
     def run(self, call):
-        """-> (ok, output) of a finished call (see Calls.finished). Asks where it must."""
+        """Runs a finished call (see Calls.finished), asking where it must; yields seconds while it runs; -> (ok, output)."""
         name, arguments = call["name"], call["arguments"]
         try:
             if arguments is None:
@@ -1922,21 +1931,32 @@ class Toolbox:
                 raise ToolError(f"There is no tool called {one_line(name, 80)!r}. Tools: {offered}.")
             self.check(name, arguments)
             self.ask(name, arguments)
-            output = self.command(arguments_of(self.commands[name], arguments)) if name in self.commands else \
-                getattr(self, name)(**{key: arguments[key] for key in self.known()[name][1]["properties"] if arguments.get(key) is not None})
+            if name == "run_command":
+                output = yield from self.command(["/bin/sh", "-c", arguments["command"]])
+            elif name in self.commands:
+                output = yield from self.command(arguments_of(self.commands[name], arguments))
+            else:
+                output = getattr(self, name)(*(arguments[key] for key in BUILT_IN[name][1]["properties"] if arguments.get(key) is not None))
             return True, shortened(output)
         except ToolError as error:
             return False, shortened(str(error))
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-            return False, shortened(f"{name}: {getattr(error, 'strerror', None) or error}")
+            where = f": {error.filename}" if isinstance(getattr(error, "filename", None), str) else ""
+            return False, shortened(f"{name}: {getattr(error, 'strerror', None) or error}{where}")
+        except Exception as error:  # a fault of mm's own ends the call, not the conversation
+            return False, f"{name} failed: {type(error).__name__}: {one_line(error, 200)}"
 
     def check(self, name, arguments):
         schema = self.known()[name][1]
         missing = [key for key in schema.get("required", []) if arguments.get(key) is None]
         if missing:
             raise ToolError(f"{name} needs: {', '.join(missing)}.")
+        for key, schema_of in schema["properties"].items():
+            allowed = schema_of.get("enum")
+            if isinstance(allowed, list) and arguments.get(key) is not None and arguments[key] not in allowed:
+                raise ToolError(f"{name}: {key} must be one of {json.dumps(allowed, ensure_ascii=False)}.")
         if name in BUILT_IN:
-            odd = [key for key in schema["properties"] if not isinstance(arguments.get(key) or "", str)]
+            odd = [key for key in schema["properties"] if not isinstance(arguments.get(key), (str, type(None)))]
             if odd:
                 raise ToolError(f"{name}: {', '.join(odd)} must be text.")
 
@@ -1946,7 +1966,7 @@ class Toolbox:
             return
         answer = self.permit(name, *self.preview(name, arguments)) if self.permit else None
         if answer is None:
-            raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here.")
+            raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here (mm -y runs tools without asking).")
         if answer == "a":
             self.always.add(name)
         elif answer != "y":
@@ -1966,11 +1986,12 @@ class Toolbox:
         if name == "run_command":
             return f"run {arguments.get('command', '')}", []
         if name in self.commands:
-            return "run " + " ".join(arguments_of(self.commands[name], arguments)), []
+            import shlex
+            return "run " + shlex.join(arguments_of(self.commands[name], arguments)), []
         path = self.path(arguments.get("path") or "")
         shown = os.path.relpath(path, self.directory) if self.is_inside(path) else path
         if name == "write_file":
-            return f"write {shown}", self.difference(path, arguments.get("content", ""))
+            return f"write {shown}", self.difference(path, arguments["content"])
         return f"{'list' if name == 'list_files' else 'read'} {shown}", []
 
     def shown(self, call):
@@ -1978,7 +1999,7 @@ class Toolbox:
         try:
             self.check(call["name"], call["arguments"])
             return self.preview(call["name"], call["arguments"])
-        except (ToolError, KeyError, ValueError, OSError):
+        except (ToolError, KeyError, ValueError, OSError, AttributeError, TypeError):
             return f"{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}", []
 
     def difference(self, path, content):
@@ -1986,12 +2007,14 @@ class Toolbox:
         old = ""
         if os.path.isfile(path):  # opening a pipe would wait for its other end
             try:
-                with open(path, encoding="utf-8", errors="replace") as file:
+                with open(path, encoding="utf-8", errors="replace", newline="") as file:
                     old = file.read(OUTPUT_BYTES)
             except OSError:
                 pass  # it will not be written either
-        old, new = old.splitlines(), content.splitlines()
-        if len(old) * len(new) > 4_000_000:  # the time of a comparison grows with that
+        if old == content:
+            return ["(no change)"]
+        old, new = old.split("\n"), content.split("\n")
+        if len(old) * len(new) > 400_000:  # the time of a comparison grows with that
             return [f"-{len(old):,} lines", f"+{len(new):,} lines"]
         return list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=2))[2:]
 
@@ -2009,7 +2032,7 @@ class Toolbox:
             raw = file.read(OUTPUT_BYTES)
             more = os.fstat(file.fileno()).st_size - len(raw)
         if b"\0" in raw:
-            raise ToolError(f"{path} is not text: {len(raw) + more:,} bytes.")
+            raise ToolError(f"{path} is not text: {len(raw) + max(more, 0):,} bytes.")
         return raw.decode("utf-8", "replace") + (f"\n[… {more:,} bytes more …]" if more > 0 else "")
 
     def write_file(self, path, content):
@@ -2022,23 +2045,24 @@ class Toolbox:
         os.makedirs(os.path.dirname(real), exist_ok=True)
         mask = os.umask(0)
         os.umask(mask)
-        mode = stat.S_IMODE(os.stat(real).st_mode) if os.path.exists(real) else 0o666 & ~mask
+        old = os.stat(real) if os.path.exists(real) else None
+        if old and not os.access(real, os.W_OK):
+            raise ToolError(f"{path} may not be written.")
         handle, beside = tempfile.mkstemp(dir=os.path.dirname(real), prefix=".mm-")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(clean(content).encode())
-            os.chmod(beside, mode)
+            os.chmod(beside, old.st_mode & 0o777 if old else 0o666 & ~mask)
+            if old and old.st_uid != os.getuid():
+                os.chown(beside, old.st_uid, old.st_gid)
             os.replace(beside, real)
         except BaseException:
             os.unlink(beside)
             raise
         return f"Wrote {len(clean(content).encode()):,} bytes to {path}."
 
-    def run_command(self, command):
-        return self.command(["/bin/sh", "-c", command])
-
     def command(self, argv):
-        """Runs argv; -> its output and exit status. Its whole process group ends with its time, its endless output, or stop()."""
+        """Runs argv, yielding seconds; -> its output and exit status. Its process group ends with its time, too much output, or stop."""
         import select
         import subprocess
         environment = {key: value for key, value in os.environ.items() if key not in self.hidden and not key.endswith("_API_KEY")}
@@ -2052,6 +2076,8 @@ class Toolbox:
                     output += piece
                     if not piece:  # it closed its output, and may go on
                         time.sleep(0.01)
+                else:
+                    yield time.monotonic() - started
                 if self.seconds and time.monotonic() - started > self.seconds:
                     reason = f"ended after its time limit of {self.seconds:g} s"
                 elif len(output) > OUTPUT_BYTES:
@@ -2065,7 +2091,10 @@ class Toolbox:
                     break
         finally:
             if process and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                try:
+                    os.killpg(process.pid, signal.SIGKILL)
+                except OSError:
+                    pass  # gone just now, or another user's (sudo)
             if process:
                 process.stdout.close()
                 process.wait()
@@ -2119,10 +2148,14 @@ def command_fault(name, command):
         return "mm has a tool of that name"
     if not isinstance(command, dict):
         return "wants description, parameters and command"
+    unknown = [key for key in command if key not in ("description", "parameters", "command")]
+    if unknown:
+        return f"unknown key {one_line(unknown[0], 40)}{did_you_mean(unknown[0], ('description', 'parameters', 'command'))}"
     argv, parameters = command.get("command"), command.get("parameters") or {}
-    if not isinstance(argv, list) or not argv or not all(isinstance(part, str) for part in argv):
+    if not isinstance(argv, list) or not argv or not all(isinstance(part, str) for part in argv) or PLACE.fullmatch(argv[0]):
         return "command: wants a list of texts, such as [date, -u]"
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object" or \
+            set(parameters) > {"type"} and "properties" not in parameters or parameters and not {"type", "properties"} & set(parameters) or \
             not isinstance(parameters.get("properties", {}), dict) or not all(isinstance(p, dict) for p in parameters.get("properties", {}).values()):
         return "parameters: wants a JSON schema: {type: object, properties: {NAME: {type: string}}}"
     names, needed = parameters.get("properties", {}), parameters.get("required", [])
@@ -2219,7 +2252,7 @@ class Conversation:
     """Questions to one backend and what became of them. ask() yields the events of a turn.
 
     toolbox: what the model may call; record: called with each message when it is complete, and with {"history": [...]} when
-    the history is replaced; session: the name of what it records to, or None. restartable: whether a view can mark a
+    the history is replaced; session: the Session it records to, or None. restartable: whether a view can mark a
     restart; False once the answer goes to a pipe, where it could not be taken back. end_thinking: whether Ctrl-C ends the
     thinking first, where the server can. tap: an open file for the bytes of every stream, or None.
     """
@@ -2236,6 +2269,7 @@ class Conversation:
         self.may_end_thinking, self.ending = end_thinking, False
         self.stopped = False
         self.window, self.probes = settings["contextWindow"], 0
+        self.will_grow = False  # more than one question is to come, so that the window is worth asking for at once
         self.measured = (0, 0)  # the first so many messages of the history were so many tokens, as the server counted
         self.begin()
 
@@ -2244,10 +2278,14 @@ class Conversation:
         self.no_summary = False  # one that failed is not asked for again in the same turn
         self.stopped = self.toolbox.stopped = False
 
-    def ask(self, question):
-        """One turn. Its last event is `done`; an `error` before it says what ended it early."""
+    def ask(self, question, keep=None):
+        """One turn. Its last event is `done`; an `error` before it says what ended it early. keep: the history it goes on from."""
         self.begin()
-        self.remember({"role": "user", "content": question})
+        message = {"role": "user", "content": question}
+        if keep is None:
+            self.remember(message)
+        else:
+            self.replace_history([*keep, message])
         yield from self.guarded(self.steps())
         yield self.done()
 
@@ -2311,14 +2349,20 @@ class Conversation:
                 return
             for call in calls:
                 yield from self.tool_call(call)
-        raise MMError("steps", f"stopped after {step} model calls in one turn: --max-steps (maxSteps) sets the limit")
+        raise MMError("steps", f"stopped after {step} model calls in one turn: ask it to go on, or raise --max-steps (maxSteps)")
 
     def tool_call(self, call):
         """Runs or refuses one call. After a Ctrl-C, the calls that were not run are told so in to_messages."""
         if call["arguments"] is not None:
             yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"],
                    "preview": self.toolbox.shown(call)}
-        ok, output = self.toolbox.run(call)
+        work = self.toolbox.run(call)
+        while True:
+            try:
+                yield {"type": "waiting", "seconds": next(work), "tool": True}
+            except StopIteration as ended:
+                ok, output = ended.value
+                break
         self.remember({"role": "tool", "tool_call_id": call["id"], "content": output})
         yield {"type": "tool_result", "id": call["id"], "name": call["name"], "ok": ok, "output": output}
         if self.toolbox.stopped:
@@ -2337,7 +2381,7 @@ class Conversation:
                 yield from self.read(reply, (request or self.request)())
                 return reply
             except MMError as error:
-                if error.kind == "overflow" and not request and not compacted and self.settings["compactAt"]:
+                if error.kind == "overflow" and not request and not compacted and not self.no_summary and self.settings["compactAt"]:
                     compacted = True
                     self.window = self.window or error.window
                     if (yield from self.compact()):
@@ -2396,7 +2440,6 @@ class Conversation:
                 self.ending = "asked"
                 if not self.protocol.end_thinking(reply.id):
                     raise MMError("cancelled", "stopped")
-                yield {"type": "notice", "message": "thinking ended; Ctrl-C again stops the answer"}
         hint = truncation_hint(body, reply)
         if hint:
             yield {"type": "notice", "message": hint}
@@ -2417,7 +2460,7 @@ class Conversation:
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""
-        if self.settings["compactAt"] and len(self.history) > 1:
+        if self.settings["compactAt"] and (len(self.history) > 1 or self.will_grow):
             window = self.find_window()
             if window and self.size() > self.settings["compactAt"] * window and not self.no_summary:
                 yield from self.compact()
@@ -2447,7 +2490,7 @@ class Conversation:
             yield {"type": "notice", "message": f"the conversation could not be summed up, and stays as it is: {error.message}"}
             return False
         self.replace_history([{"role": "user", "content": SUMMED_UP + summary}, *self.history[cut:]])
-        yield {"type": "notice", "message": f"the conversation was long: {cut} messages were summed up"}
+        yield {"type": "notice", "message": f"the {cut} messages before this were replaced by a summary"}
         return True
 
     def drop_results(self):
@@ -2465,7 +2508,7 @@ class Conversation:
         for attempt in (1, 2):
             text, left_out = transcript(messages, room)
             if left_out:
-                yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into a summary, and are left out"}
+                yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into the summary's own request, and are left out"}
             asked, before = [{"role": "user", "content": SUMMARY + text}], len(self.replies)
             try:
                 for event in self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused))):  # noqa: B023
@@ -2482,10 +2525,12 @@ class Conversation:
             answer = reply.answer.getvalue().strip()
             if not answer or reply.finish == "length":
                 raise MMError("empty", "the summary was cut" if answer else "the summary was empty")
+            if len(answer) > max(len(text), 4000):
+                raise MMError("empty", "the summary was longer than what it sums up")
             return answer
 
     def done(self):
-        return done_event(self.backend.name, self.backend.model, self.session, self.replies, self.started)
+        return done_event(self.backend.name, self.backend.model, self.session and self.session.id, self.replies, self.started)
 
 
 def tokens_in(value):
@@ -2495,8 +2540,8 @@ def tokens_in(value):
 
 def transcript(messages, room):
     """-> (messages as text of at most `room` characters, how many of the oldest were left out). Tool results shrink first."""
-    for limit in (4000, 400, 60):
-        parts = [f"{message['role'].upper()}: {shorter(message['content'], limit if message['role'] == 'tool' else room // 2)}" + "".join(
+    for limit, most in ((4000, room // 2), (400, room // 2), (60, room // 4), (60, 1000), (60, 300)):
+        parts = [f"{message['role'].upper()}: {shorter(message['content'], limit if message['role'] == 'tool' else most)}" + "".join(
             f"\nCALL {call['name']} {shorter(json.dumps(call['arguments'] or {}, ensure_ascii=False), limit)}"
             for call in message.get("tool_calls") or []) for message in messages]
         if sum(map(len, parts)) + 2 * len(parts) <= room:
@@ -2574,11 +2619,11 @@ def sessions_folder():
 
 
 class Session:
-    """Where a conversation is recorded. about: {"provider", "model", "url"}, its first line; notice: told what went wrong."""
+    """Where a conversation is recorded. about: its first line: provider, model, url, system; notice: told what went wrong."""
 
     def __init__(self, about, notice, path=""):
         self.about, self.notice, self.path = about, notice, path
-        self.file, self.broken = None, False
+        self.file, self.broken, self.size = None, False, 0
         if not path:
             self.renew()
 
@@ -2597,9 +2642,12 @@ class Session:
         if self.broken:
             return
         try:
+            if "history" in item and self.file is not None and os.fstat(self.file).st_size != self.size:
+                self.renew()  # another process has said something here, which a new history must not replace
             if self.file is None:
                 self.open()
             self.append(item)
+            self.size = os.fstat(self.file).st_size
         except OSError as error:
             self.broken = True
             self.notice(f"the conversation is not saved: {self.path}: {error.strerror}")
@@ -2645,12 +2693,14 @@ def load_session(path):
             elif "history" in item:
                 history = [stored_message(message) for message in item["history"]]
             elif "session" in item or "model" in item:
-                about.update({key: item[key] for key in ("provider", "model", "url") if isinstance(item.get(key), str)})
+                about.update({key: item[key] for key in ("provider", "model", "url", "system") if isinstance(item.get(key), str)})
             else:
                 raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             torn = number == len(rows)
             notes.append(f"session {name}: line {number} is {'cut off' if torn else 'damaged'}, and was skipped")
+    if len(notes) > 4:
+        notes[3:] = [f"session {name}: {len(notes) - 3:,} more lines are damaged"]
     if not raw.strip():
         notes.append(f"session {name} is empty")
     elif history and (history[-1]["role"] != "assistant" or history[-1].get("tool_calls")) and not history[-1]["content"].startswith(SUMMED_UP):
@@ -2667,7 +2717,9 @@ def stored_message(item):
     if role == "tool":
         message["tool_call_id"] = str(item["tool_call_id"])
     if role == "assistant" and item.get("tool_calls"):
-        message["tool_calls"] = [{"id": str(call["id"]), "name": str(call["name"]), "raw": "",
+        if not all(isinstance(call[key], str) and call[key] for call in item["tool_calls"] for key in ("id", "name")):
+            raise ValueError
+        message["tool_calls"] = [{"id": call["id"], "name": call["name"], "raw": "",
                                   "arguments": call["arguments"] if isinstance(call.get("arguments"), dict) else {}}
                                  for call in item["tool_calls"]]
     return message
@@ -2675,13 +2727,19 @@ def stored_message(item):
 
 def list_sessions():
     """[(id, path, modification time)], newest first."""
-    folder, found = sessions_folder(), []
+    found = []
     try:
-        for entry in os.scandir(folder):
-            if entry.name.endswith(".jsonl"):
+        entries = list(os.scandir(sessions_folder()))
+    except FileNotFoundError:
+        entries = []
+    except OSError as error:
+        raise MMError("config", f"{sessions_folder()}: {error.strerror}") from None
+    for entry in entries:
+        try:
+            if entry.name.endswith(".jsonl") and entry.is_file():
                 found.append((entry.name[:-len(".jsonl")], entry.path, entry.stat().st_mtime))
-    except OSError:
-        pass  # none yet
+        except OSError:
+            continue  # gone by now
     return sorted(found, key=lambda session: session[2], reverse=True)
 
 
@@ -2692,7 +2750,8 @@ def find_session(its_id):
     if not sessions:
         raise MMError("config", f"there is no session yet (in {sessions_folder()})")
     if not matching or its_id and len(matching) > 1 and os.path.join(sessions_folder(), its_id + ".jsonl") not in matching:
-        raise MMError("config", f"{'no' if not matching else 'more than one'} session begins with {one_line(its_id, 40)} (mm --sessions)")
+        several = "more than one session begins with {}: " + ", ".join(os.path.basename(path)[:-6] for path in matching[:4])
+        raise MMError("config", (several if matching else "no session begins with {} (mm --sessions)").format(one_line(its_id, 40)))
     exact = os.path.join(sessions_folder(), its_id + ".jsonl")
     return exact if exact in matching else matching[0]
 
@@ -2733,6 +2792,7 @@ def as_markdown(history, system):
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}  # ESC becomes ␛
 VISIBLE.update({13: None, 127: "␡", **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)}})
 THINKING, NOTICE, ERROR = "2;3", "2", "31"  # SGR codes: dim italic, dim, red
+UNSEEN = re.compile("[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")  # marks that hide or turn text round
 MOST_ROWS = 40  # of a change that is shown before it is made
 
 
@@ -2854,7 +2914,11 @@ class Person:
         if self.block == "thinking" or self.block and self.out.terminal:
             (self.side if self.block == "thinking" else self.out).new_line()
         self.block = ""
+        if self.side.terminal:
+            self.side.new_line()
         self.flush()
+
+    close = close_block
 
     def flush(self):
         self.out.flush()
@@ -2866,7 +2930,10 @@ class Person:
         if self.block or self.quiet or not self.side.moves:
             return
         waited = time.monotonic() - self.since
-        if self.hidden:
+        if "tool" in event:
+            if event["seconds"] >= 1:
+                self.status(f"running · {event['seconds']:.0f} s · Ctrl-C ends it")
+        elif self.hidden:
             self.status(f"thinking · {waited:.0f} s · {self.hidden:,} tokens")
         elif self.progress is not None:
             self.status(f"reading the prompt {self.progress} %")
@@ -2915,11 +2982,14 @@ class Person:
 
     def on_tool_call(self, event):
         """What the call will do, in one line, and what it would change in a file."""
+        if not self.out.terminal:
+            self.out.new_line()  # what is said before a call and after it are two things
         self.close_block()
         line, change = event.get("preview") or (f"{event['name']} {json.dumps(event['arguments'], ensure_ascii=False)}", [])
-        self.side.write(f"{self.tool_mark}{line}\n")  # all of it: what is not seen cannot be permitted
+        line = UNSEEN.sub(lambda char: f"<{ord(char.group()):04x}>", line.replace("\r", "␍"))
+        self.side.write(self.tool_mark + line.replace("\n", "\n   │ ") + "\n")  # all of it: what is not seen cannot be permitted
         for row in change[:MOST_ROWS]:
-            self.side.write(f"  {row}\n", {"+": "32", "-": "31"}.get(row[:1], NOTICE))
+            self.side.write(f"  {row[:300]}\n", {"+": "32", "-": "31"}.get(row[:1], NOTICE))
         if len(change) > MOST_ROWS:
             self.side.write(f"  … {len(change) - MOST_ROWS} more lines\n", NOTICE)
         self.flush()
@@ -2935,14 +3005,16 @@ class Person:
 
     def permit(self, name, line, change):
         """Asks a person whether a call may be made; the call itself is on the screen already. -> "y", "n" or "a"."""
+        import termios
         self.close_block()
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before the question is no answer to it
         while True:
             self.side.say("  run this? y / n / a (always, this tool) ")
             line = os.read(sys.stdin.fileno(), 4096)  # of the terminal, which gives whole lines
             self.side.column["begun"] = not line.endswith(b"\n")
-            answer = line.decode("utf-8", "replace").strip().lower()[:1] if line else "n"
-            if answer in ("y", "n", "a"):
-                return answer
+            answer = line.decode("utf-8", "replace").strip().lower() if line else "no"
+            if answer in ("y", "yes", "n", "no", "a", "always"):
+                return answer[:1]
 
     def on_done(self, event):
         if not self.out.terminal:
@@ -2979,8 +3051,7 @@ class Ndjson:
     def flush(self):
         self.out.flush()
 
-    def wipe(self):
-        """There is no status line."""
+    close = flush  # nothing stands on a screen
 
 
 def figures(done):
@@ -3051,6 +3122,7 @@ class Repl:
 
     def __init__(self, conversation, view, session, history_file):
         self.conversation, self.view, self.session = conversation, view, session
+        conversation.will_grow = True
         self.terminal = sys.stdin is not None and sys.stdin.isatty()
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
@@ -3072,7 +3144,7 @@ class Repl:
         return readline
 
     def save_lines(self):
-        if not self.readline:
+        if not self.readline or not self.conversation.settings["save"]:
             return
         try:
             os.makedirs(os.path.dirname(self.history_file), mode=0o700, exist_ok=True)
@@ -3104,28 +3176,25 @@ class Repl:
             self.say(f"mm: {NO_TOOLS}")
 
     def one_question(self):
-        """Reads and answers one; -> whether to go on."""
-        self.view.flush()
+        """Reads and answers one; -> whether to go on. Whatever Ctrl-C interrupts, it does not end the conversation."""
         try:
+            self.view.flush()
             text = self.read_question()
+            if self.is_command(text):
+                return self.command(*(text.rstrip().split(None, 1) + [""])[:2])
+            if text.strip():
+                self.ask(text.strip("\n"))
         except EOFError:
             if self.terminal:
                 self.say("")
             return False
         except KeyboardInterrupt:
             self.say("\n(Ctrl-D or /bye leaves)")
-            return True
-        if self.is_command(text):
-            return self.command(*(text.rstrip().split(None, 1) + [""])[:2])
-        if text.strip():
-            self.ask(text.strip("\n"))
         return True
 
-    def ask(self, text):
+    def ask(self, text, keep=None):
         self.view.begin()
-        if self.conversation.settings["compactAt"]:
-            self.conversation.find_window()
-        run_turn(self.conversation, self.conversation.ask(text), self.view)
+        run_turn(self.conversation, self.conversation.ask(text, keep), self.view)
         self.last = self.conversation.done()
         self.ahead = True
 
@@ -3194,9 +3263,9 @@ class Repl:
     def clear(self, rest):
         self.conversation.history.clear()
         self.conversation.measured = (0, 0)
+        self.conversation.toolbox.always.clear()
         if self.session:  # what was said stays in its own session
             self.session.renew()
-            self.conversation.session = self.session.id
         self.say("forgotten: the conversation begins anew")
 
     def compact(self, rest):
@@ -3210,9 +3279,8 @@ class Repl:
                   if message["role"] == "user" and not message["content"].startswith(SUMMED_UP)]
         if not places:
             return self.say("nothing was asked yet")
-        question = self.conversation.history[places[-1]]["content"]
-        self.conversation.replace_history(self.conversation.history[:places[-1]])
-        self.ask(question)
+        history = self.conversation.history
+        self.ask(history[places[-1]]["content"], history[:places[-1]])
 
     def save(self, rest):
         if not rest:
@@ -3227,6 +3295,7 @@ class Repl:
     def sessions(self, rest):
         for line in session_lines(20):
             self.say(("* " if self.session and line.startswith(self.session.id) else "  ") + line)
+        self.say("  mm -r ID goes on with one of them")
 
     def tools(self, rest):
         box = self.conversation.toolbox
@@ -3260,8 +3329,10 @@ class Repl:
 
     def think(self, rest):
         if rest in ("on", "off", "auto"):
+            before = self.conversation.think
             self.conversation.think = {"on": True, "off": False, "auto": None}[rest]
             for notice in think_notices(self.conversation):
+                self.conversation.think = before
                 self.say(notice)
         state = {True: "on", False: "off", None: "auto (as the server likes)"}[self.conversation.think]
         self.say(f"thinking: {state}" if rest in ("on", "off", "auto", "") else "say /think on, off or auto")
@@ -3453,7 +3524,7 @@ def parser():
     add("-t", "--tools", metavar="NAMES", help="offer tools to the model: a comma list, or all (list_files, read_file, ...)")
     add("-y", "--yes", action="store_true", help="run tools without asking")
     add("--max-steps", metavar="N", dest="maxSteps", help="model calls in one turn (25; 0: no limit)")
-    add("-c", "--continue", dest="resume", action="store_const", const="", help="go on with the last conversation")
+    add("-c", "--continue", dest="last", action="store_true", help="go on with the last conversation")
     add("-r", "--resume", metavar="ID", help="go on with the one whose id begins so")
     add("--sessions", action="store_true", help="list the saved conversations")
     add("--no-save", dest="save", action="store_false", default=None, help="do not save this one")
@@ -3641,22 +3712,29 @@ def run(args, view):
 
 def tell(view, notices):
     """Shows notices, and forgets them."""
-    while notices:
-        view.show({"type": "notice", "message": notices.pop(0)})
+    for notice in notices:
+        view.show({"type": "notice", "message": notice})
+    notices.clear()
 
 
 def resumed(args, settings):
     """-> (the resumed session's path or "", its history, notices). Its provider and model count unless an option says otherwise."""
     notices = list(settings.notices)
-    if args.resume is None:
+    if not (args.resume or "").strip() and not args.last:
         return "", [], notices
-    path = find_session(args.resume)
+    path = find_session((args.resume or "").strip())
     about, history, damage = load_session(path)
+    last = next((message["content"] for message in reversed(history) if message["role"] == "user"), "nothing")
+    notices.append(f"session {os.path.basename(path)[:-6]}, {len(history)} messages; asked last: {one_line(last, 60)}")
     chosen = {key for key in ("provider", "model", "url") if settings.source(key).startswith("-")}
     if "url" in chosen or "provider" in chosen:  # another server is meant
         chosen |= {"provider", "url"}
+    if settings.source("system").startswith("-"):
+        chosen.add("system")
+    if settings["providers"].get(settings["provider"], {}).get("model") and "provider" in chosen:
+        chosen.add("model")  # it has one of its own
     for key, value in about.items():
-        if key not in chosen:
+        if value and key not in chosen:
             settings.put(key, value, f"session {os.path.basename(path)[:-6]}")
     return path, history, notices + damage
 
@@ -3665,30 +3743,31 @@ def make_conversation(args, settings, backend, toolbox, path):
     """-> (Conversation, its Session or None). path: of the session that is resumed, or ""."""
     session = None
     if settings["save"] and not args.demo:
-        about = {"provider": "" if backend.name == "server" else backend.name, "model": backend.model}
+        about = {"provider": "" if backend.name == "server" else backend.name, "model": backend.model, "system": settings["system"]}
         if settings["url"]:
             about["url"] = show_url(backend.url)
         session = Session(about, lambda message: conversation.notices.append(message), path)
-        if path and settings.source("model").startswith("-"):
-            session.record({"model": backend.model})
     conversation = Conversation(
-        backend, settings, toolbox, session.record if session else None, session.id if session else None,
+        backend, settings, toolbox, session.record if session else None, session,
         restartable=args.json or sys.stdout.isatty(), end_thinking=sys.stdin is not None and sys.stdin.isatty() and not args.json,
         tap=open_tap(args.tap))
+    if session and path and any(settings.source(key).startswith("-") for key in ("provider", "model", "url")):
+        session.record({"url": "", **about})
     return conversation, session
 
 
 def make_toolbox(args, settings, view):
     commands = check_commands(settings["commands"], settings.source("commands"))
     hidden = {entry.get("apiKeyEnv") for entry in [*PROVIDERS.values(), *settings["providers"].values(), PLAIN]}
-    can_ask = sys.stdin is not None and sys.stdin.isatty() and not args.json
+    can_ask = sys.stdin is not None and sys.stdin.isatty() and not args.json and view.side.terminal
     permit = (lambda *call: "y") if args.yes else view.permit if can_ask else None
     toolbox = Toolbox([], commands, settings["commandTimeout"], filter(None, hidden), permit)
-    names = list(toolbox.known()) if "all" in settings["tools"] else [name for name in settings["tools"] if name != "none"]
-    unknown = [name for name in names if name not in toolbox.known()]
+    names, known = settings["tools"], list(toolbox.known())
+    unknown = [name for name in names if name not in [*known, "all", "none"]]
     if unknown:
-        raise MMError("config", f"{settings.source('tools')}: no tool is called {one_line(unknown[0], 40)}: {', '.join(toolbox.known())}, or all")
-    toolbox.names = list(dict.fromkeys(names))
+        raise MMError("config", f"{settings.source('tools')}: no tool is called {one_line(unknown[0], 40)}"
+                                f"{did_you_mean(unknown[0], known)}: {', '.join(known)}, all, or none")
+    toolbox.names = [name for name in known if name in names or "all" in names]
     return toolbox
 
 
@@ -3736,7 +3815,8 @@ def main(argv=None):
     view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        for number in (signal.SIGTERM, signal.SIGHUP):  # so that what is open is closed, and a command ended
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
         argv = sys.argv[1:] if argv is None else argv
         view = Ndjson(view.out) if "--json" in argv else view
         words = argv.index("--") if "--" in argv else len(argv)  # argparse loses it when options and words mix
@@ -3764,7 +3844,10 @@ def main(argv=None):
         Pen(sys.stderr, aside=True).say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")
         return 1
     finally:
-        view.wipe()
+        try:
+            view.close()
+        except OSError:
+            pass  # told already, or a pipe that nobody reads
 
 
 if __name__ == "__main__":
