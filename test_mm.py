@@ -3108,6 +3108,172 @@ def test_a_compacted_conversation_is_resumed_as_it_was_and_is_not_said_to_be_cut
     assert "the summary" in asked["content"] and asked["content"].endswith("two") and "cut off" not in result.err
 
 
+# -- what is asked cannot be answered unseen, nor shown as something else
+
+@pytest.mark.parametrize("keys, ran", [("yarn test\rn\r", False), ("and then\rn\r", False), ("always\r", True), ("NO\r", False)])
+def test_only_a_whole_word_answers_the_question_for_permission(serve, terminal, tmp_path, keys, ran):
+    server = serve(calls("run_command", command="echo > proof"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi")
+    screen.expect("y / n / a")
+    screen.send(keys)
+    screen.expect("ok")
+    assert screen.code() == 0 and (tmp_path / "proof").exists() == ran
+
+
+def test_what_was_typed_before_the_question_is_no_answer_to_it(serve, terminal, tmp_path):
+    typed = threading.Event()
+    server = serve([*stream(chunk(reasoning="hm"))[:2], typed, call(index=0, id="a", name="run_command", arguments='{"command": "echo > proof"}') + CALLED], stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi")
+    screen.expect("hm")
+    screen.send("y\r")
+    typed.set()
+    screen.expect("y / n / a")
+    assert not (tmp_path / "proof").exists()
+    screen.send("n\r")
+    screen.expect("ok")
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_command_of_several_lines_cannot_look_like_another_question(serve, terminal):
+    server = serve(calls("run_command", command="rm x\n\U0001f527 run ls\u202e\rz"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi")
+    shown = screen.expect("y / n / a")
+    rows = [row for row in shown.replace("\r\n", "\n").split("\n") if "run ls" in row]
+    assert rows and all(row.startswith("   │ ") for row in rows) and "\u202e" not in shown and "<202e>" in shown and "␍" in shown
+    screen.send("n\r")
+    assert screen.code() == 0
+
+
+def test_where_the_question_could_not_be_seen_nobody_is_asked(serve, terminal, tmp_path):
+    server = serve(calls("run_command", command="echo > proof"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi", redirect='<"$TTY" >"$TTY" 2>err')
+    assert screen.code() == 0 and not (tmp_path / "proof").exists() and "nobody" in strict(server.arrived(2))[-1]["content"]
+
+
+@pytest.mark.parametrize("old, content, shown", [
+    (b"a\n", "a\n", ["(no change)"]), (b"a\r\n", "a\n", ["-a\r", "+a"]), (b"a\n", "a", ["-"]), (b"a\n", "b\n", ["-a", "+b"]), (b"x\n" * 5000, "y\n" * 5000, ["-5,001 lines", "+5,001 lines"]),
+])
+def test_what_a_write_would_change_is_never_shown_as_nothing(box, old, content, shown):
+    open("f", "wb").write(old)
+    assert set(shown) <= set(box("y").preview("write_file", {"path": "f", "content": content})[1])
+
+
+@pytest.mark.parametrize("name, arguments", [("write_file", {"path": "x", "content": []}), ("write_file", {"path": "x", "content": 0}), ("run_command", {"command": {}}),
+                                             ("run_command", {"command": False}), ("read_file", {"path": []}), ("list_files", {"path": 0})])
+def test_arguments_of_another_type_are_told_also_where_they_are_empty(box, name, arguments):
+    ok, output = use(box("y"), name, **arguments)
+    assert not ok and "must be text" in output and not os.path.exists("x")
+
+
+def test_the_values_that_a_schema_allows_are_all_that_a_command_gets(box):
+    commands = mm.check_commands({"paint": {"parameters": {"properties": {"c": {"enum": ["red", "blue"]}}}, "command": ["echo", "{c}"]}}, "commands")
+    assert use(box("y", commands), "paint", c="red")[0] and use(box("y", commands), "paint", c="green") == (False, 'paint: c must be one of ["red", "blue"].')
+
+
+@pytest.mark.parametrize("command, token", [
+    ({"comand": ["df"]}, "did you mean command?"), ({"command": ["df"], "timeout": 5}, "timeout"), ({"command": ["{a}"], "parameters": {"properties": {"a": {}}}}, "command"),
+    ({"command": ["df", "{path}"], "parameters": {"path": {"type": "string"}}}, "parameters"),
+])
+def test_a_command_that_is_misspelt_is_told_at_load(command, token):
+    assert token in fault(mm.check_commands, {"look": command}, "commands").message
+
+
+def test_a_misspelt_tool_is_told_beside_all_as_well(run_mm, serve):
+    result = run_mm(*at(serve(stream(OK))), "-t", "all,reed_file", "hi")
+    assert result.code == 2 and "did you mean read_file?" in result.err
+
+
+def test_a_deleted_working_directory_is_no_reason_not_to_answer(serve, start_mm, tmp_path):
+    server, gone = serve(calls("run_command", command="echo x"), stream(OK)), tmp_path / "gone"
+    gone.mkdir()
+    process = subprocess.Popen(["sh", "-c", 'cd "$1" && rmdir "$1" && shift && exec "$@"', "sh", str(gone), sys.executable, os.path.join(HERE, "mm.py"), *at(server), "--no-save", "-y", "-t", "all", "hi"],
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (0, b"ok\n") and b"fault" not in err
+
+
+def test_a_command_ends_with_the_terminal(serve, terminal, tmp_path):
+    os.mkfifo(tmp_path / "f")
+    server = serve(calls("run_command", command="(echo x; exec sleep 30) > f"), stream(OK))
+    screen = terminal(*at(server), "-y", "-t", "run_command", "hi")
+    with open(tmp_path / "f", "rb") as pipe:
+        assert pipe.read(2) == b"x\n"
+        screen.process.send_signal(signal.SIGHUP)
+        assert pipe.read() == b""  # ends when the last process that holds it does
+    assert screen.code() == 128 + signal.SIGHUP
+
+
+def test_what_is_said_before_a_call_and_after_it_is_not_glued_in_a_pipe(serve, run_mm):
+    first = stream(chunk("Let me look.") + call(index=0, id="a", name="list_files", arguments="{}") + CALLED)
+    assert run_mm(*at(serve(first, stream(chunk("It is empty.") + STOP))), "-t", "list_files", "hi").out == "Let me look.\nIt is empty.\n"
+
+
+# -- conversations that go on
+
+def test_ctrl_c_while_the_server_is_probed_ends_neither_mm_nor_the_question(serve, terminal):
+    asked = threading.Event()
+    server = serve(stream(OK))
+    screen = terminal("-p", "llamacpp", *at(server))
+    screen.prompt()
+    real, server.take = server.take, lambda sock: [asked.set, "hang"] if not asked.is_set() else real(sock)
+    server.play, play = (lambda step, sock: step() if callable(step) else play(step, sock)), server.play
+    screen.send("one\r")
+    assert asked.wait(PATIENCE)
+    screen.send("\x03")
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+    screen.prompt()
+    assert "one" in str(strict(server.arrived())) and "two" in str(strict(server.arrived()))
+    screen.send("/bye\r")
+    assert screen.code() == 0
+
+
+def test_a_history_that_is_replaced_leaves_what_another_process_said(session):
+    about, history, _ = mm.load_session(session)
+    first, second = (mm.Session(about, pytest.fail, session) for _ in range(2))
+    first.record(user("from the first"))
+    second.record(user("from the second"))
+    first.record({"history": [user("a summary")]})
+    assert [m["content"] for m in mm.load_session(session)[1]][-2:] == ["from the first", "from the second"]
+    assert first.path != session and mm.load_session(first.path)[1] == [user("a summary")]
+
+
+@pytest.mark.parametrize("odd", ["link", "folder", "pipe"])
+def test_what_is_no_session_hides_none(session, odd):
+    path = os.path.join(os.path.dirname(session), "99999999.jsonl")
+    {"link": lambda: os.symlink("/nonexistent", path), "folder": lambda: os.mkdir(path), "pipe": lambda: os.mkfifo(path)}[odd]()
+    assert [found for _, found, _ in mm.list_sessions()] == [session] and mm.find_session("") == session
+
+
+def test_a_session_keeps_its_system_prompt_and_its_provider_s_own_model_elsewhere(serve, run_mm, tmp_path):
+    server, other = serve(stream(OK)), serve(stream(OK))
+    (tmp_path / "c.yaml").write_text(f"providers: {{two: {{url: '{other.url}', model: its-own}}}}")
+    run_mm(*at(server), "-s", "be kind", "1")
+    run_mm("-c", "2")
+    run_mm("--config", "c.yaml", "-c", "-p", "two", "3")
+    run_mm("--config", "c.yaml", "-c", "4")
+    assert [post.body["messages"][0]["content"] for post in server.posts] == ["be kind"] * 2
+    assert [post.body["model"] for post in other.posts] == ["its-own"] * 2
+
+
+def test_nothing_is_kept_of_a_conversation_that_is_not_saved(serve, terminal, tmp_path):
+    screen = terminal(*at(serve(stream(OK))), "--no-save")
+    screen.prompt()
+    screen.send("a secret\r")
+    screen.expect("ok")
+    screen.prompt()
+    screen.send("/bye\r")
+    assert screen.code() == 0 and not [path for path in tmp_path.rglob("*") if path.is_file() and b"a secret" in path.read_bytes()]
+
+
+def test_a_summary_longer_than_what_it_sums_up_changes_nothing(serve):
+    conversation = agent(serve(stream(chunk("long " * 2000) + STOP)))
+    conversation.history += [user("one"), assistant("two")]
+    before = list(conversation.history)
+    assert list(conversation.compact(everything=True))[-1]["type"] == "notice" and conversation.history == before
+
+
 # ======================================================================================================================
 # A real llama-server: make live LLAMA_URL="http://127.0.0.1:8080/v1 ..."
 # ======================================================================================================================
