@@ -3815,8 +3815,9 @@ def main(argv=None):
     view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGHUP):  # so that what is open is closed, and a command ended
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        for name in ("SIGTERM", "SIGHUP"):  # so that what is open is closed, and a command ended
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda number, frame: sys.exit(128 + number))
         argv = sys.argv[1:] if argv is None else argv
         view = Ndjson(view.out) if "--json" in argv else view
         words = argv.index("--") if "--" in argv else len(argv)  # argparse loses it when options and words mix
