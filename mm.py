@@ -1494,7 +1494,7 @@ def text_parts(value):
 
 def without_halves(text, kind, halves):
     """`text` without lone surrogates. One that ends a delta waits in `halves` for the other half in the next."""
-    text = halves.pop(kind, "") + text
+    text = halves.pop(kind, "") + text if halves else text
     try:
         text.encode()
         return text
@@ -1630,19 +1630,22 @@ class ModelCall:
         silent = 0.0  # seconds waited since the last sign of life: not those that mm was stopped, or its output was stuck
         try:
             while True:
-                limit, began = self.limits[phase], time.monotonic()
-                patience = min(max(limit - silent, 0.001), 1.0) if limit else 1.0  # a second at most, so that a status line can move
                 try:
-                    kind, value = self.box.get(timeout=patience)
+                    kind, value = self.box.get_nowait()  # a fast stream looks at no clock
                 except self.empty:
-                    silent += patience
-                    if limit and silent >= limit:
-                        if phase == "last":
-                            return
-                        raise stalled(silent, phase) from None
-                    yield "waiting", silent
-                    continue
-                silent += min(patience, time.monotonic() - began)
+                    limit, began = self.limits[phase], time.monotonic()
+                    patience = min(max(limit - silent, 0.001), 1.0) if limit else 1.0  # a second at most, so that a status line can move
+                    try:
+                        kind, value = self.box.get(timeout=patience)
+                        silent += min(patience, time.monotonic() - began)
+                    except self.empty:
+                        silent += patience
+                        if limit and silent >= limit:
+                            if phase == "last":
+                                return
+                            raise stalled(silent, phase) from None
+                        yield "waiting", silent
+                        continue
                 if self.stopped:
                     raise MMError("cancelled", "stopped")
                 if kind == "end":
