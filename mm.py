@@ -3087,12 +3087,17 @@ def exit_code(event, before):
 
 def run_turn(conversation, turn, view):
     """Shows the events of a turn; Ctrl-C is the conversation's, a second one ends whatever else hangs. -> exit code"""
-    code = 0
+    code, given_up = 0, []
 
     def on_interrupt(*_):
-        if view.out.busy and time.monotonic() - view.out.busy > 0.5:  # nobody reads: nothing but this ends the write
-            raise KeyboardInterrupt
-        conversation.interrupt()
+        try:
+            if view.out.busy and time.monotonic() - view.out.busy > 0.5:  # nobody reads: nothing but this ends the write
+                raise KeyboardInterrupt
+            conversation.interrupt()
+        except KeyboardInterrupt:
+            if not given_up:  # once, as it ends the turn, and a hasty third Ctrl-C must not end more
+                given_up.append(True)
+                raise
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
         for event in turn:
@@ -3129,6 +3134,7 @@ class Repl:
         self.terminal = sys.stdin is not None and sys.stdin.isatty()
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
+        self.reading = False  # whether a line is being typed
         self.ended = False  # the input, behind a line that is still to be answered
         self.ahead = False  # whether what waits was typed during the answer: lines of their own, no paste
 
@@ -3221,16 +3227,29 @@ class Repl:
         if sys.stdin is None or self.ended:
             raise EOFError
         self.ahead = self.ahead and self.terminal and self.more_is_waiting(0)
-        text = input(prompt if self.terminal else "")
+        text = self.typed(prompt if self.terminal else "")
         if self.terminal and not self.readline and len(text.encode(errors="replace")) >= KERNEL_LINE:
             self.say(f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: use -f FILE or a pipe for long text")
         while self.terminal and not self.ahead and not self.is_command(text) and self.more_is_waiting(0.02):
             try:
-                text += "\n" + input("")
+                text += "\n" + self.typed("")
             except EOFError:
                 self.ended = True
                 break
         return readable(text)
+
+    def typed(self, prompt):
+        """input(), the only place where Ctrl-C outside a turn counts, and once: hit in haste, it would else end mm between two lines."""
+        def on_interrupt(*_):
+            if self.reading:
+                self.reading = False
+                raise KeyboardInterrupt
+        self.reading = True
+        signal.signal(signal.SIGINT, on_interrupt)
+        try:
+            return input(prompt)
+        finally:
+            self.reading = False
 
     @staticmethod
     def more_is_waiting(seconds):

@@ -3274,6 +3274,23 @@ def test_a_summary_longer_than_what_it_sums_up_changes_nothing(serve):
     assert list(conversation.compact(everything=True))[-1]["type"] == "notice" and conversation.history == before
 
 
+def test_ctrl_c_hit_in_haste_never_ends_a_conversation(serve, terminal):
+    server = serve(stream(chunk("half"), "hang"), stream(OK))
+    screen = terminal(*at(server))
+    screen.prompt()
+    screen.send("one\r")
+    screen.expect("half")
+    for _ in range(200):
+        screen.send("\x03")
+    deadline = time.monotonic() + PATIENCE
+    while len(server.posts) < 2:  # CPython's readline may take the last Ctrl-C with the next line
+        assert screen.process.poll() is None and time.monotonic() < deadline
+        screen.send("two\r")
+        screen.take(0.5)
+    screen.expect("ok")
+    assert "one" in str(strict(server.posts[1]))
+
+
 # ======================================================================================================================
 # A real llama-server: make live LLAMA_URL="http://127.0.0.1:8080/v1 ..."
 # ======================================================================================================================
