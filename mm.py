@@ -30,14 +30,13 @@ Sections, each using only what stands above it:
      6 requests       the one place where a conversation becomes a request body
      7 protocols      the two ends of a wire protocol: where it posts, what it sends
      8 tools          what a model may call
-     9 conversation   a turn, and what is left of it when it breaks
+     9 conversation   a turn, and what is left of it when it breaks; the context window
+    10 sessions       a conversation on disk
     11 display        a person's view and NDJSON, of the same events
     12 the REPL       prompt, commands, Ctrl-C
     13 demo, replay   a scripted server; a recorded stream
     14 command line   options and exit codes
 """
-from __future__ import annotations
-
 import os
 import sys
 
