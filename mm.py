@@ -492,7 +492,7 @@ def words(value):
 
 
 def template_words(text):
-    """llama.cpp's template errors quote the template's source; only the sentence is of use (WIRE 1.8)."""
+    """llama.cpp's template errors quote the template's source; only the sentence is of use (seen in llama-server 11434 and in older ones)."""
     if "Error: " in text and "While executing" in text:
         return "the chat template refuses this: " + text.rsplit("Error: ", 1)[1].replace("Jinja Exception: ", "").strip()
     old = re.match(r"(.+?) at row \d+, column \d+:\s*\n", text)
@@ -646,7 +646,7 @@ BOTH_SWITCHES = {  # Qwen's templates read enable_thinking, DeepSeek's and Grani
 PROVIDERS = {
     # url, fallback: base URLs.  apiKeyEnv: the variable that holds the key.  local: runs on the user's own machines.
     # start, get: how the server is started, how a model is got.  fields: optional request fields it takes.
-    # thinking: how it is told to think or not.  window: where it says what context it serves (WIRE 0.1): a path from
+    # thinking: how it is told to think or not.  window: where it says what context it serves, which is not the trained one: a path from
     # the base URL, or from the server's root after "/", then keys; [] picks the entry of the model that is used.
     # tools: the same for whether the model's template takes tools; where it does not, they are ignored without an error.
     "dmr": {
@@ -1421,7 +1421,7 @@ def json_body(body, backend, url):
 
 
 def is_error(name, value):
-    """Whether a JSON value is an error, in any of the forms that servers give it (WIRE 8.2)."""
+    """Whether a JSON value is an error, in any of the forms that llama.cpp, vLLM, LM Studio, SGLang and gateways give it."""
     return bool(name == "error" or value.get("error") or value.get("type") == "error" or value.get("object") == "error"
                 or not value.get("choices") and ("detail" in value or "message" in value and isinstance(value.get("code"), int)))
 
@@ -1507,7 +1507,7 @@ class Calls:
     """Puts the fragments of tool calls together.
 
     Servers give all parallel calls index 0, count the index up within a call, leave ids out, repeat them, or repeat the
-    name; so a fragment opens a new call only if it says something that the call it would continue cannot be (WIRE 8.6).
+    name; so a fragment opens a new call only if it says something that the call it would continue cannot be.
     """
 
     def __init__(self):
@@ -3425,7 +3425,7 @@ DEMO_PACE = 0.02  # seconds a token: about what a small model takes
 
 
 def demo_chunks(question):
-    """The chunks of the scripted stream, shaped like llama.cpp's (WIRE 1.5)."""
+    """The chunks of the scripted stream, shaped like llama.cpp's."""
     def chunk(delta, finish=None, **more):
         return {"choices": [{"finish_reason": finish, "index": 0, "delta": delta}], "model": "scripted",
                 "object": "chat.completion.chunk", **more}
