@@ -3722,6 +3722,10 @@ def run(args, view):
         return print_rows(list_models(backend), view)
     conversation, session = make_conversation(args, settings, backend, toolbox, path)
     conversation.history += history
+    for key, idle in (("reasoningEcho", not settings["reasoningEcho"]), ("thinkTags", not backend.entry["thinkTags"]),
+                      ("protocol: completions", backend.entry["protocol"] == "chat")):
+        if not idle:
+            notices.append(f"{key} has no effect in this version")
     if toolbox.names and backend.entry["tools"] and not wants_repl(args) and probe(backend)["tools"] is False:
         notices.append(NO_TOOLS)
     tell(view, notices + think_notices(conversation))

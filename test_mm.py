@@ -3291,6 +3291,15 @@ def test_ctrl_c_hit_in_haste_never_ends_a_conversation(serve, terminal):
     assert "one" in str(strict(server.posts[1]))
 
 
+@pytest.mark.parametrize("config, key", [("reasoningEcho: true", "reasoningEcho"), ("providers: {box: {url: URL, thinkTags: true}}", "thinkTags"),
+                                         ("providers: {box: {url: URL, protocol: completions}}", "completions"), ("providers: {box: {url: URL}}", "")])
+def test_a_setting_that_is_for_a_later_version_is_not_passed_over_in_silence(serve, run_mm, tmp_path, config, key):
+    server = serve(stream(OK))
+    (tmp_path / "c.yaml").write_text(config.replace("URL", f"'{server.url}'"))
+    result = run_mm("--config", "c.yaml", *(["-p", "box", "-m", "m"] if "box" in config else at(server)), "hi")
+    assert result.code == 0 and ("no effect" in result.err) == bool(key) and key in result.err
+
+
 # ======================================================================================================================
 # A real llama-server: make live LLAMA_URL="http://127.0.0.1:8080/v1 ..."
 # ======================================================================================================================
