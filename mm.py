@@ -103,8 +103,8 @@ SETTINGS = {  # key in the config file: (kind, default)
     "sampling": ("map", {}),
     "providers": ("map", {}),
 }
-DEFAULTS = {key: default for key, (_, default) in SETTINGS.items()}
 NOT_IN_A_FILE = {"url": ("text", ""), "think": ("flag", None)}  # from an option or the environment only
+DEFAULTS = {key: default for key, (_, default) in {**SETTINGS, **NOT_IN_A_FILE}.items()}
 PROVIDER_KEYS = {  # the keys of an entry below `providers:`
     "like": "text", "url": "text", "fallback": "names", "apiKeyEnv": "text", "model": "text", "local": "flag",
     "sampling": "map", "thinkTags": "flag", "protocol": "protocol", "template": "template",
@@ -234,7 +234,7 @@ class Settings:
     """
 
     def __init__(self):
-        self.values = {key: default for key, (_, default) in {**SETTINGS, **NOT_IN_A_FILE}.items()}
+        self.values = dict(DEFAULTS)
         self.sources, self.notices, self.file = {}, [], ""
 
     def __getitem__(self, key):
@@ -307,7 +307,6 @@ def home():
 
 def take_file(settings, path, named_by):
     """Puts a config file's values into `settings`; -> its faults, a line each."""
-    name = path
     try:
         with open(path, "rb") as file:
             raw = file.read(1 << 20)
@@ -316,14 +315,14 @@ def take_file(settings, path, named_by):
     try:
         data = parse_config(raw)
     except MMError as fault:
-        return [f"{name}: {fault.message}"]
+        return [f"{path}: {fault.message}"]
     if data is None:
         return []
     if not isinstance(data, dict):
-        return [f"{name}: wants keys and values, such as `model: qwen3`"]
+        return [f"{path}: wants keys and values, such as `model: qwen3`"]
     faults = []
     for key, value in data.items():
-        where = f"{name}: {key}"
+        where = f"{path}: {key}"
         if KEY_LIKE.match(key):
             faults.append(f"{where}: {KEY_IN_FILE}")
         elif key not in SETTINGS:
@@ -743,6 +742,13 @@ class Line:
         if self.hung_up:
             self.hang_up()
             raise OSError("hung up")
+
+    def hang_up_after(self, seconds):
+        """-> a running timer; cancel() it in time, or the line is hung up."""
+        import threading
+        timer = threading.Timer(seconds, self.hang_up)
+        timer.start()
+        return timer
 
     def close(self):
         """Closes what hang_up() ended; for the thread that read from it. (urllib3's pools leave that to the garbage collector.)"""
@@ -1791,16 +1797,12 @@ class ChatCompletions:
 
     def end_thinking(self, its_id):
         """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Blocks for PROBE_SECONDS at most."""
-        import threading
-        body = serialised({"id": its_id, "action": "reasoning_end"})
-        line = Line()
-        timer = threading.Timer(PROBE_SECONDS, line.hang_up)
-        timer.start()
+        url, body, line = self.backend.endpoint("chat/completions/control"), serialised({"id": its_id, "action": "reasoning_end"}), Line()
+        timer = line.hang_up_after(PROBE_SECONDS)
         try:
-            session, _ = open_session(line, self.backend.url)
-            with session, session.post(self.backend.endpoint("chat/completions/control"), data=body, timeout=PROBE_SECONDS,
-                                       headers={**self.backend.headers(), "Content-Type": "application/json"}) as response:
-                return response.status_code == 200 and response.json().get("success") is True
+            session, _ = open_session(line, url)
+            with session, self.post(session, url, body) as response:
+                return response.status_code == 200 and read_json(decoded(beginning(response, MAX_WORDS))).get("success") is True
         except (OSError, ValueError, AttributeError):
             return False
         finally:
@@ -1822,9 +1824,7 @@ class ChatCompletions:
             target = response.headers.get("Location")
             told = f"has moved to {show_url(moved_to(response, url))}: use that as the URL" if target else f"gave HTTP {response.status_code}"
             return MMError("not_found", f"{show_url(url)} {told}")
-        import threading
-        timer = threading.Timer(PROBE_SECONDS, line.hang_up)  # an error whose text never ends is still an error
-        timer.start()
+        timer = line.hang_up_after(PROBE_SECONDS)  # an error whose text never ends is still an error
         said = beginning(response, MAX_WORDS)
         timer.cancel()
         error = explain(response.status_code, said, self.backend, show_url(url), retry_after(response.headers))
@@ -2210,16 +2210,18 @@ class Reply:
         self.tokens[kind] += 1
         self.last = now
 
-    def prompt_tokens(self):
-        return as_int((self.usage or {}).get("prompt_tokens")) or \
-            as_int((self.timings or {}).get("prompt_n")) + as_int((self.timings or {}).get("cache_n"))
-
     def produced_tokens(self):
         return as_int((self.usage or {}).get("completion_tokens")) or sum(self.tokens.values())
 
     def thinking_tokens(self):
         details = (self.usage or {}).get("completion_tokens_details")
         return as_int(details.get("reasoning_tokens") if isinstance(details, dict) else 0) or self.tokens["reasoning"]
+
+
+def prompt_tokens(usage, timings):
+    """How many tokens the prompt had, cached ones too, from usage or, without it, llama.cpp's timings; 0 where neither tells."""
+    usage, timings = usage or {}, timings or {}
+    return as_int(usage.get("prompt_tokens")) or as_int(timings.get("prompt_n")) + as_int(timings.get("cache_n"))
 
 
 def read_reply(incoming, reply):
@@ -2357,7 +2359,7 @@ class Conversation:
         """Runs or refuses one call. After a Ctrl-C, the calls that were not run are told so in to_messages."""
         if call["arguments"] is not None:
             yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"],
-                   "preview": self.toolbox.shown(call)}
+                   "preview": lambda: self.toolbox.shown(call)}
         work = self.toolbox.run(call)
         while True:
             try:
@@ -2450,8 +2452,9 @@ class Conversation:
 
     def measure(self, reply):
         """Notes how many tokens the history is, where the server says so."""
-        if reply.prompt_tokens():
-            self.measured = (len(self.history), reply.prompt_tokens() + reply.produced_tokens())
+        tokens = prompt_tokens(reply.usage, reply.timings)
+        if tokens:
+            self.measured = (len(self.history), tokens + reply.produced_tokens())
 
     def size(self):
         """Tokens that the next prompt has: what the server counted last, and a fourth of the characters since."""
@@ -2620,6 +2623,10 @@ def sessions_folder():
     return os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "sessions")
 
 
+def session_id(path):
+    return os.path.basename(path)[:-len(".jsonl")]
+
+
 class Session:
     """Where a conversation is recorded. about: its first line: provider, model, url, system; notice: told what went wrong."""
 
@@ -2637,7 +2644,7 @@ class Session:
 
     @property
     def id(self):
-        return os.path.basename(self.path)[:-len(".jsonl")]
+        return session_id(self.path)
 
     def record(self, item):
         """Appends a message, or any other item of JSON, as one line."""
@@ -2683,7 +2690,7 @@ def load_session(path):
             raw = file.read()
     except OSError as error:
         raise MMError("config", f"session {path}: {error.strerror}") from None
-    name, about, history, notes = os.path.basename(path)[:-len(".jsonl")], {}, [], []
+    name, about, history, notes = session_id(path), {}, [], []
     rows = raw.split(b"\n")  # at LF only: U+2028 is text
     for number, row in enumerate(rows, 1):
         if not row.strip():
@@ -2739,7 +2746,7 @@ def list_sessions():
     for entry in entries:
         try:
             if entry.name.endswith(".jsonl") and entry.is_file():
-                found.append((entry.name[:-len(".jsonl")], entry.path, entry.stat().st_mtime))
+                found.append((session_id(entry.path), entry.path, entry.stat().st_mtime))
         except OSError:
             continue  # gone by now
     return sorted(found, key=lambda session: session[2], reverse=True)
@@ -2752,7 +2759,7 @@ def find_session(its_id):
     if not sessions:
         raise MMError("config", f"there is no session yet (in {sessions_folder()})")
     if not matching or its_id and len(matching) > 1 and os.path.join(sessions_folder(), its_id + ".jsonl") not in matching:
-        several = "more than one session begins with {}: " + ", ".join(os.path.basename(path)[:-6] for path in matching[:4])
+        several = "more than one session begins with {}: " + ", ".join(map(session_id, matching[:4]))
         raise MMError("config", (several if matching else "no session begins with {} (mm --sessions)").format(one_line(its_id, 40)))
     exact = os.path.join(sessions_folder(), its_id + ".jsonl")
     return exact if exact in matching else matching[0]
@@ -2987,7 +2994,8 @@ class Person:
         if not self.out.terminal:
             self.out.new_line()  # what is said before a call and after it are two things
         self.close_block()
-        line, change = event.get("preview") or (f"{event['name']} {json.dumps(event['arguments'], ensure_ascii=False)}", [])
+        plain = f"{event['name']} {json.dumps(event['arguments'], ensure_ascii=False)}", []
+        line, change = event["preview"]() if "preview" in event else plain  # a recorded stream has none
         line = UNSEEN.sub(lambda char: f"<{ord(char.group()):04x}>", line.replace("\r", "␍"))
         self.side.write(self.tool_mark + line.replace("\n", "\n   │ ") + "\n")  # all of it: what is not seen cannot be permitted
         for row in change[:MOST_ROWS]:
@@ -3069,7 +3077,7 @@ def figures(done):
         parts.append(f"{produced:,} tok" + (f" · {produced / spent:.0f} tok/s" if spent > 0.05 else ""))
     details = usage.get("prompt_tokens_details")
     cached = as_int(details.get("cached_tokens")) if isinstance(details, dict) else as_int(timings.get("cache_n"))
-    prompt = as_int(usage.get("prompt_tokens")) or as_int(timings.get("prompt_n")) + as_int(timings.get("cache_n"))
+    prompt = prompt_tokens(usage, timings)
     if prompt:
         parts.append(f"prompt {prompt:,} tok" + (f", {cached:,} from cache" if cached else ""))
     if seconds["first_token"] is not None:
@@ -3722,9 +3730,9 @@ def run(args, view):
         return print_rows(list_models(backend), view)
     conversation, session = make_conversation(args, settings, backend, toolbox, path)
     conversation.history += history
-    for key, idle in (("reasoningEcho", not settings["reasoningEcho"]), ("thinkTags", not backend.entry["thinkTags"]),
-                      ("protocol: completions", backend.entry["protocol"] == "chat")):
-        if not idle:
+    for key, asked in (("reasoningEcho", settings["reasoningEcho"]), ("thinkTags", backend.entry["thinkTags"]),
+                       ("protocol: completions", backend.entry["protocol"] == "completions")):
+        if asked:
             notices.append(f"{key} has no effect in this version")
     if toolbox.names and backend.entry["tools"] and not wants_repl(args) and probe(backend)["tools"] is False:
         notices.append(NO_TOOLS)
@@ -3750,7 +3758,7 @@ def resumed(args, settings):
     path = find_session((args.resume or "").strip())
     about, history, damage = load_session(path)
     last = next((message["content"] for message in reversed(history) if message["role"] == "user"), "nothing")
-    notices.append(f"session {os.path.basename(path)[:-6]}, {len(history)} messages; asked last: {one_line(last, 60)}")
+    notices.append(f"session {session_id(path)}, {len(history)} messages; asked last: {one_line(last, 60)}")
     chosen = {key for key in ("provider", "model", "url") if settings.source(key).startswith("-")}
     if "url" in chosen or "provider" in chosen:  # another server is meant
         chosen |= {"provider", "url"}
@@ -3760,7 +3768,7 @@ def resumed(args, settings):
         chosen.add("model")  # it has one of its own
     for key, value in about.items():
         if value and key not in chosen:
-            settings.put(key, value, f"session {os.path.basename(path)[:-6]}")
+            settings.put(key, value, f"session {session_id(path)}")
     return path, history, notices + damage
 
 
