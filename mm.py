@@ -522,6 +522,12 @@ def decoded(raw):
         return raw.decode("latin-1")
 
 
+def refuses_thoughts(error):
+    """Whether a refusal is about the template or the thinking in a history; `Failed to parse input` is about what the model said."""
+    return (error.kind == "server" and error.again in ("", "stream") and "Failed to parse input" not in error.message
+            and re.search(r"(?i)template|jinja|reasoning|thinking|thought", error.message) is not None)
+
+
 def explain(status, body, backend, url, wait=None):
     """MMError for a server's refusal.
 
@@ -648,16 +654,18 @@ PROVIDERS = {
     # thinking: how it is told to think or not.  window: where it says what context it serves, which is not the trained one: a path from
     # the base URL, or from the server's root after "/", then keys; [] picks the entry of the model that is used.
     # tools: the same for whether the model's template takes tools; where it does not, they are ignored without an error.
+    # echo: the field of a message that the server reads thinking back from; render: where it shows the prompt that messages become.
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH, "echo": "reasoning_content",
         "start": "docker desktop enable model-runner --tcp 12434", "get": "docker model pull {model}",
         "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
     },
     "llamacpp": {
         "url": "http://localhost:8080/v1", "fallback": ["http://host.docker.internal:8080/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "echo": "reasoning_content", "render": "/apply-template",
         "start": "llama-server -m MODEL.gguf --port 8080", "get": "it has the models that --models lists",
         "window": [("models", "data.[].meta.n_ctx"),
                    ("/props?model={model}&autoload=false", "default_generation_settings.n_ctx")],
@@ -665,19 +673,19 @@ PROVIDERS = {
     },
     "ollama": {
         "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT,
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT, "echo": "reasoning",
         "start": "ollama serve", "get": "ollama pull {model}",
         "window": [("/api/ps", "models.[].context_length")],
     },
     "vllm": {
         "url": "http://localhost:8000/v1", "fallback": ["http://host.docker.internal:8000/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": BOTH_SWITCHES,
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": BOTH_SWITCHES, "echo": "reasoning",
         "start": "vllm serve MODEL", "get": "it has the model it was started with (--models)",
         "window": [("models", "data.[].max_model_len")],
     },
     "lmstudio": {
         "url": "http://localhost:1234/v1", "fallback": ["http://host.docker.internal:1234/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT,
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT, "echo": "reasoning_content",
         "start": "lms server start", "get": "lms get {model}",
         "window": [("/api/v1/models", "models.[].loaded_instances.0.config.context_length"),
                    ("/api/v0/models", "data.[].loaded_context_length")],
@@ -698,8 +706,8 @@ PROVIDERS = {
 # A server that only a URL is known of: nothing optional is sent, so that the strictest one takes the request.
 PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
-NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "window": [], "tools": (), "start": "", "get": "", "model": "",
-            "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
+NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "window": [], "tools": (), "echo": "reasoning_content", "render": "",
+            "start": "", "get": "", "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 2.0
@@ -830,16 +838,16 @@ def is_near(host):
         re.fullmatch(r"127(\.\d+){1,3}", host) is not None
 
 
-def fetch(line, backend, path, found):
+def fetch(line, backend, path, found, body=None):
     """GETs `path` below the base URL (below the server's root if it begins with "/") and calls found(status, JSON or None).
 
-    Where nothing answered, that is (0, an MMError which says why). Meant to be run in a thread: a name look-up can outlast any timeout.
+    body: JSON that is posted instead. Where nothing answered, that is (0, an MMError which says why). Meant to be run in a thread: a name look-up can outlast any timeout.
     """
     answer, proxy = (0, None), ""
     try:
         session, proxy = open_session(line, backend.url)
-        with session, session.get(backend.endpoint(path), headers=backend.headers(), stream=True, allow_redirects=False,
-                                  timeout=PROBE_SECONDS) as response:
+        with session, session.request("POST" if body else "GET", backend.endpoint(path), json=body, headers=backend.headers(),
+                                      stream=True, allow_redirects=False, timeout=PROBE_SECONDS) as response:
             answer = response.status_code, None
             answer = response.status_code, read_json(decoded(beginning(response, MAX_LIST)))
     except Exception as error:  # the probe only advises: what cannot be read is not there
@@ -864,14 +872,14 @@ def beginning(response, most):
 
 
 def fetch_all(asked, good, seconds=PROBE_SECONDS):
-    """Fetches [(backend, path), …] side by side; -> (index, status, JSON) of the first in that order that is good, or None."""
+    """Fetches [(backend, path[, body]), …] side by side; -> (index, status, JSON) of the first in that order that is good, or None."""
     import queue
     import threading
     box, answers, deadline, open_lines = queue.SimpleQueue(), {}, time.monotonic() + seconds, []
-    for index, (backend, path) in enumerate(asked):
+    for index, (backend, path, *body) in enumerate(asked):
         found = lambda status, data, index=index: box.put((index, status, data))  # noqa: E731
         open_lines.append(Line())
-        threading.Thread(target=fetch, args=(open_lines[-1], backend, path, found), daemon=True).start()
+        threading.Thread(target=fetch, args=(open_lines[-1], backend, path, found, *body), daemon=True).start()
 
     def first_good():  # in order, as long as none before it may still answer
         for index in range(len(asked)):
@@ -1172,6 +1180,33 @@ def probe(backend):
         tools = told(*backend.entry["tools"]) if backend.entry["tools"] else None
     return {"models": ids, "fault": None if ids is not None else no_models(backend, status, data), "window": window,
             "tools": tools if isinstance(tools, bool) else None}
+
+
+EARLIER, LATEST = "mm-looks-for-this-earlier-thought", "mm-looks-for-this-latest-thought"
+
+
+def thoughts_rendered(backend, tools):
+    """Which thinking in a history the model's template renders: "all", "latest" (after the last question), "none", "" if not told.
+
+    Seen with llama-server 11434 and its 67 templates: 20 render all, 14 what follows the last question, the others none. tools: as they
+    are offered, since some templates keep thinking in a tool loop only.
+    """
+    if not backend.entry["render"]:
+        return ""
+    field = backend.entry["echo"]
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", field: EARLIER}, {"role": "user", "content": "3"}]
+    if tools:
+        call = {"id": "call00000", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": "{}"}}
+        messages += [{"role": "assistant", "content": "", field: LATEST, "tool_calls": [call]},
+                     {"role": "tool", "tool_call_id": "call00000", "content": "4"}]
+    body = {"model": backend.model, "messages": messages, **({"tools": tools} if tools else {})}
+    found = fetch_all([(backend, backend.entry["render"], body)], lambda status, data: True)
+    status, data = found[1:] if found else (0, None)
+    prompt = data.get("prompt") if status == 200 and isinstance(data, dict) else None
+    if isinstance(prompt, str):
+        return "all" if EARLIER in prompt else "latest" if LATEST in prompt or not tools else "none"
+    found = fetch_all([(backend, "/props?model={model}&autoload=false")], lambda status, data: status == 200)
+    return "all" if found and dig(found[2], "chat_template_caps.supports_preserve_reasoning", "") is True else ""
 
 
 # ======================================================================================================================
@@ -1509,6 +1544,118 @@ def without_halves(text, kind, halves):
         return clean(text)
 
 
+THINK, THINK_END = "<think>", "</think>"
+
+
+class ThinkTags:
+    """Parts text at <think> and </think>, for servers that leave it to their clients; tags can be split over deltas.
+
+    state: "thinking": the block was opened in the prompt. "leading": a block that the text begins with is thinking, all else is
+    answer. "unsure": like leading, but it may have been opened in the prompt too, which only a closing tag can tell: until then
+    the text is held. "answer": nothing is looked for. Behind the block, and in code that is quoted, a tag is text.
+    """
+
+    def __init__(self, state):
+        self.state, self.begun, self.behind = state, state == "answer", False
+        self.rest = ""    # what could still become a tag
+        self.held = []    # what is thinking if a closing tag comes, and else the answer
+        self.quoted = None  # what came after a closing tag in quoted code, as that quote may never end
+        self.fenced, self.head, self.ticks = False, "", 0  # in a fenced block; the line's first characters, its backticks
+
+    def feed(self, text):
+        """Yields ("reasoning" or "answer", text) for what is settled, ("held", text) for what is not."""
+        text, self.rest = self.rest + text, ""
+        if not self.begun:
+            text = self.begin(text)
+        while text and self.state in ("thinking", "unsure"):
+            before, tag, after = text.partition(THINK_END)
+            if not tag:
+                before, self.rest = text[:self.certain(text)], text[self.certain(text):]
+            self.look_for_code(before)
+            if not tag or self.in_code():
+                yield from self.inside(before + tag)
+                self.quoted, text = [] if tag else self.quoted, after
+                continue
+            yield from self.inside(before.rstrip())
+            if self.held:
+                yield "reasoning", "".join(self.held)
+            self.state, self.held, self.behind, text = "answer", [], True, after
+        if self.behind:
+            text = text.lstrip()
+            self.behind = not text
+        if text:
+            yield "answer", text
+
+    def begin(self, text):
+        """The text without the tag that it begins with; "" until that can be told."""
+        start = text.lstrip()
+        if any(tag.startswith(start) for tag in (THINK, THINK_END)):
+            self.rest = text
+            return ""
+        self.begun = True
+        if start.startswith(THINK):
+            self.state, text = "thinking", start[len(THINK):].lstrip()
+        elif self.state == "thinking":
+            text = start
+        elif self.state == "leading":
+            self.state, self.behind = "answer", start.startswith(THINK_END)
+            text = start[len(THINK_END):] if self.behind else text
+        return text
+
+    def certain(self, text):
+        """How much of the text is no part of a closing tag, nor white space before one."""
+        cut = len(text) - max(size for size in range(len(THINK_END)) if text.endswith(THINK_END[:size]))
+        return max(len(text[:cut].rstrip()), cut - 100)
+
+    def inside(self, text):
+        if text and self.quoted is not None:
+            self.quoted.append(text)
+        if text and self.state == "unsure":
+            self.held.append(text)
+        if text:
+            yield ("held" if self.state == "unsure" else "reasoning"), text
+
+    def look_for_code(self, text):
+        for place, row in enumerate(text.split("\n")):
+            if place:  # the line before it has ended
+                self.fenced ^= self.head == "```"
+                self.head, self.ticks = "", 0
+            self.head = (self.head + row[:100]).lstrip()[:3] if len(self.head) < 3 else self.head
+            self.ticks += row.count("`")
+
+    def in_code(self):
+        return self.fenced or self.head == "```" or self.ticks % 2 == 1
+
+    def end(self, whole=True):
+        """The same for what is left. whole: the stream has ended as it should, so that what was held is the answer."""
+        text, state, held, quoted = self.rest, self.state, self.held, self.quoted
+        self.__init__("answer")
+        if state == "unsure":
+            yield "answer" if whole else "reasoning", "".join([*held, text])
+        elif state == "thinking":
+            yield "reasoning", text.rstrip()
+            yield "answer", "".join([*(quoted or []), text]).lstrip() if quoted else ""
+        else:
+            yield "answer", text
+
+
+def split_thinking(incoming, tags):
+    """Deltas with their answer parted by ThinkTags. Raises what `incoming` raises."""
+    try:
+        for kind, value in incoming:
+            if kind == "reasoning" and not tags.begun:
+                tags.state = "leading"  # the server parts it itself, but may leave the closing tag behind
+            if kind == "answer":
+                yield from tags.feed(value)
+            else:
+                if kind in ("call", "finish"):
+                    yield from (delta for delta in tags.end() if delta[1])
+                yield kind, value
+    except MMError:
+        yield from (delta for delta in tags.end(whole=False) if delta[1])
+        raise
+
+
 class Calls:
     """Puts the fragments of tool calls together.
 
@@ -1585,7 +1732,7 @@ def parse_arguments(raw):
 # goes on sending those. Clients that count the answer alone kill a model that thinks for minutes.
 # ======================================================================================================================
 
-TOKENS = ("reasoning", "answer", "call")
+TOKENS = ("reasoning", "answer", "call", "held")
 GRACE_SECONDS = 1.0  # for usage and [DONE] after the finish_reason; some servers never send them nor close
 BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
 
@@ -1692,12 +1839,16 @@ NO_ANSWER = "[This turn ended before its answer.]"
 NO_QUESTION = "[What was asked here is lost.]"
 
 
-def to_messages(history, system):
-    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and mm's own labels."""
+def to_messages(history, system, echo=None):
+    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and mm's own labels.
+
+    echo: see thought_to_send(); None sends no thinking.
+    """
     out = [{"role": "system", "content": system}] if system.strip() else []
     waiting = []  # ids of calls that have no result yet
-    for message in history:
+    for place, message in enumerate(history):
         role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or []
+        thought = thought_to_send(message, place, echo)
         if role == "tool":
             if message["tool_call_id"] in waiting:  # a result without its call would be refused
                 waiting.remove(message["tool_call_id"])
@@ -1714,8 +1865,44 @@ def to_messages(history, system):
             out.append({"role": "user", "content": NO_QUESTION})
         elif role == last["role"]:
             content = f"{out.pop()['content']}\n\n{content}".rstrip()
-        out.append({"role": role, "content": content, **({"tool_calls": [sent_call(call) for call in calls]} if calls else {})})
+        out.append({"role": role, "content": content, **({echo["field"]: thought["text"]} if thought else {}),
+                    **({"tool_calls": [sent_call(call) for call in calls]} if calls else {})})
     return out + [{"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting]
+
+
+def echo_rules(backend, maker, rendered, history):
+    """How thinking goes back to the model that made it (reasoningEcho), for thought_to_send(); None: not at all.
+
+    maker: the model as mm and as the server call it; rendered: what thoughts_rendered() told.
+    """
+    if not backend.entry["local"] or not backend.model or rendered == "none":
+        return None
+    questions = [place for place, message in enumerate(history) if message["role"] == "user"]
+    return {"field": backend.entry["echo"], "maker": maker, "first": max(questions, default=0) if rendered == "latest" else 0}
+
+
+def thought_to_send(message, place, echo):
+    """The label of a message {"text", "maker", "tokens"} if what its maker thought may go with it, else None.
+
+    echo: {"field" that the server reads it from, "maker" it goes to, "first" place in the history that it is sent for}, or None.
+    """
+    thought = message.get("thought")
+    return thought if echo and thought and thought["maker"] == echo["maker"] and place >= echo["first"] else None
+
+
+def as_talk(messages):
+    """Messages without tools, for a template that knows none: a call and its result become text; -> [(role, text)], roles alternating."""
+    turns = []
+    for message in messages:
+        role, text = message["role"], message["content"]
+        for call in message.get("tool_calls") or []:
+            text = f"{text}\n[called {call['function']['name']} {call['function']['arguments']}]".lstrip()
+        if role == "tool":
+            role, text = "user", f"[its result]\n{text}"
+        if turns and turns[-1][0] == role:
+            text = f"{turns.pop()[1]}\n\n{text}"
+        turns.append((role, text))
+    return turns
 
 
 def sent_call(call):
@@ -1751,32 +1938,29 @@ def cleaned(value):
 # vendor: what vendors differ in is data in section 3.
 # ======================================================================================================================
 
-class ChatCompletions:
-    """POST /chat/completions, streamed."""
-
-    path = "chat/completions"
+class Protocol:
+    """How a request is posted and its stream read. A protocol adds its `path`, the `body` of a request, and what thinking looks like."""
 
     def __init__(self, backend):
         self.backend = backend
 
-    def body(self, history, system, tools, sampling, think, refused):
+    def body(self, history, system, tools, sampling, think, refused, echo=None):
         """The request body as a dict.
 
-        tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes); refused: optional fields
-        that are left out.
+        tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes); sampling: fields that go out
+        as they are; refused: optional fields that are left out; echo: see thought_to_send().
         """
-        entry = self.backend.entry
-        body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
-                "messages": to_messages(history, system), "stream": True, **entry["fields"]}
-        if think is not None:
-            body = merged(body, entry["thinking"].get("on" if think else "off", {}))
-        body = merged({key: value for key, value in body.items() if key not in refused}, sampling)
+        body = {key: value for key, value in self.fields(history, system, tools, think, echo).items() if key not in refused}
+        body = merged(body, sampling)
         if body["stream"] is not True:
             body.pop("stream_options", None)  # vLLM refuses it then
         return body
 
-    def stream(self, body, line, tap, notice):
-        """Posts bytes; -> an iterator of deltas. Raises MMError. tap: an open file or None; notice: told what went wrong there."""
+    def stream(self, body, line, tap, notice, think=None):
+        """Posts bytes; -> an iterator of deltas. Raises MMError.
+
+        tap: an open file or None; notice: told what went wrong there; think: as the body was made.
+        """
         from http.client import HTTPException
         url, answered = self.backend.endpoint(self.path), False
         session, proxy = open_session(line, url)
@@ -1786,7 +1970,8 @@ class ChatCompletions:
                 if response.status_code >= 300:
                     raise self.refusal(response, url, proxy, line)
                 answered = True
-                yield from deltas(Tap(body_pieces(response), tap, notice), self.backend, show_url(url))
+                incoming, tags = deltas(Tap(body_pieces(response), tap, notice), self.backend, show_url(url)), self.tags(think)
+                yield from split_thinking(incoming, ThinkTags(tags)) if tags else incoming
         except MMError as error:
             error.message = self.backend.redact(error.message)
             raise
@@ -1833,6 +2018,79 @@ class ChatCompletions:
         return error
 
 
+class ChatCompletions(Protocol):
+    """POST /chat/completions: messages, which the server makes a prompt of. Thinking comes in a field of its own."""
+
+    path = "chat/completions"
+
+    def fields(self, history, system, tools, think, echo):
+        entry = self.backend.entry
+        body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
+                "messages": to_messages(history, system, echo), "stream": True, **entry["fields"]}
+        return body if think is None else merged(body, entry["thinking"].get("on" if think else "off", {}))
+
+    def tags(self, think):
+        """Where ThinkTags begin, or "" where the server parts the thinking itself."""
+        return {True: "thinking", False: "leading", None: "unsure"}[think] if self.backend.entry["thinkTags"] else ""
+
+
+TEMPLATES = {  # format: for each role what stands before and after its text; how the model's turn begins, and the token that ends it
+    "chatml": {"system": ("<|im_start|>system\n", "<|im_end|>\n"), "user": ("<|im_start|>user\n", "<|im_end|>\n"),
+               "assistant": ("<|im_start|>assistant\n", "<|im_end|>\n"), "turn": "<|im_start|>assistant\n", "stop": "<|im_end|>",
+               "known_by": "<|im_start|>", "but_not": "<|im_sep|>"},
+    "llama3": {"system": ("<|start_header_id|>system<|end_header_id|>\n\n", "<|eot_id|>"),
+               "user": ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
+               "assistant": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+               "turn": "<|start_header_id|>assistant<|end_header_id|>\n\n", "stop": "<|eot_id|>",
+               "known_by": "<|start_header_id|>", "but_not": "<|header_start|>"},
+    # these two have no system role: its text stands before the first question
+    "gemma": {"user": ("<start_of_turn>user\n", "<end_of_turn>\n"), "assistant": ("<start_of_turn>model\n", "<end_of_turn>\n"),
+              "turn": "<start_of_turn>model\n", "stop": "<end_of_turn>", "known_by": "<start_of_turn>", "but_not": "<|turn>"},
+    "mistral": {"user": ("[INST]", "[/INST]"), "assistant": ("", "</s>"), "turn": "", "stop": "</s>",
+                "known_by": "[INST]", "but_not": "<<SYS>>"},
+}
+THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"  # as Qwen's template writes them
+RAW_TOKENS = 2048  # OpenAI's and vLLM's /completions stop after 16 tokens unless they are told otherwise; llama.cpp's does not stop
+
+
+def as_prompt(messages, template):
+    """The prompt that a format of TEMPLATES makes of messages, without the token that begins a text: the server puts that."""
+    turns, prompt = as_talk(messages), ""
+    if turns and turns[0][0] not in template:
+        system = turns.pop(0)[1]
+        turns[:1] = [("user", f"{system}\n\n{turns[0][1]}" if turns else system)]
+    for role, text in turns:
+        before, after = template[role]
+        prompt += before + text + after
+    return prompt + template["turn"]
+
+
+class RawCompletions(Protocol):
+    """POST /completions: a prompt that mm makes, for servers that apply no template. Thinking comes as text in <think> tags.
+
+    A block that the prompt opens is thinking up to its closing tag; one that it opens and closes again leaves nothing but answer.
+    """
+
+    path = "completions"
+
+    def opens(self, think):
+        """Whether the prompt opens the thinking block (True), opens and closes it (False), or neither (None)."""
+        return True if think is None and self.backend.entry["thinkTags"] else think
+
+    def fields(self, history, system, tools, think, echo):
+        entry = self.backend.entry
+        template = TEMPLATES[entry["template"] or "chatml"]
+        prompt = as_prompt(to_messages(history, system), template) + {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
+        optional = {key: value for key, value in entry["fields"].items() if key != "reasoning_control"}  # mm's own prompt, own tags
+        limit = {} if "return_progress" in optional else {"max_tokens": RAW_TOKENS}
+        return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]], **limit, **optional}
+
+    def tags(self, think):
+        return {True: "thinking", False: "answer", None: "leading"}[self.opens(think)]
+
+
+PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
+
 def moved_to(response, url):
     from urllib.parse import urljoin
     try:
@@ -1858,6 +2116,108 @@ def retry_after(headers):
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError, IndexError):
         return None
+
+
+class GgufHeader:
+    """The key-value pairs at the head of a GGUF file; what follows them is not read.
+
+    values: those that are text or numbers; places: where an array of texts begins, and how many there are.
+    Raises ValueError with what is wrong. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    """
+
+    NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+    TEXT, ARRAY = 8, 9
+    MOST = 1 << 24  # of anything; a template has some thousand characters, a vocabulary some hundred thousand words
+
+    def __init__(self, file):
+        self.file, self.order, self.values, self.places = file, "<", {}, {}
+        if file.read(4) != b"GGUF":
+            raise ValueError("this is no GGUF file")
+        version = self.number("I")
+        if version > 0xFFFF:
+            self.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
+        if version not in (2, 3):
+            raise ValueError(f"this is GGUF version {version}: mm reads 2 and 3")
+        self.number("Q")  # of tensors
+        for _ in range(self.length()):
+            key = self.text()
+            kind = self.number("I")
+            if kind == self.ARRAY:
+                self.skip_array(key)
+            else:
+                self.values[key] = self.text() if kind == self.TEXT else self.number(self.format(kind))
+
+    def format(self, kind):
+        if kind not in self.NUMBERS:
+            raise ValueError("the header is damaged")
+        return self.NUMBERS[kind]
+
+    def number(self, form):
+        import struct
+        raw = self.file.read(struct.calcsize(self.order + form))
+        if len(raw) < struct.calcsize(self.order + form):
+            raise ValueError("the file ends within its header")
+        return struct.unpack(self.order + form, raw)[0]
+
+    def length(self):
+        length = self.number("Q")
+        if length > self.MOST:
+            raise ValueError("the header is damaged")
+        return length
+
+    def text(self):
+        length = self.length()
+        raw = self.file.read(length)
+        if len(raw) < length:
+            raise ValueError("the file ends within its header")
+        return raw.decode("utf-8", "replace")
+
+    def skip_array(self, key=None, depth=0):
+        import struct
+        kind, count = self.number("I"), self.length()
+        if kind == self.TEXT:
+            self.places[key] = self.file.tell(), count
+            self.skip_texts(count)
+        elif kind == self.ARRAY and depth < 8:
+            for _ in range(count):
+                self.skip_array(None, depth + 1)
+        else:
+            self.file.seek(count * struct.calcsize(self.format(kind)), 1)
+
+    def skip_texts(self, count):
+        for _ in range(count):
+            self.file.seek(self.length(), 1)
+
+    def token(self, name):
+        """The token whose number stands under tokenizer.ggml.`name`, or ""."""
+        number = self.values.get(f"tokenizer.ggml.{name}")
+        start, count = self.places.get("tokenizer.ggml.tokens", (0, 0))
+        if not isinstance(number, int) or not 0 <= number < count:
+            return ""
+        self.file.seek(start)
+        self.skip_texts(number)
+        return self.text()
+
+
+def template_of(path):
+    """-> (chat template of a GGUF file, the format of TEMPLATES that it is or "", its end-of-turn token or "").
+
+    Raises MMError("config") for a file that cannot be read, is none, or has no template.
+    """
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for its other end
+            raise ValueError("this is no regular file")
+        with open(path, "rb") as file:
+            header = GgufHeader(file)
+            end = header.token("eot_token_id") or header.token("eos_token_id")
+    except (OSError, ValueError) as error:
+        raise MMError("config", f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    template = header.values.get("tokenizer.chat_template")
+    if not isinstance(template, str) or not template:
+        raise MMError("config", f"{path}: this model has no chat template" + (
+            " (the first file of a split model has it)" if as_int(header.values.get("split.no")) else ""))
+    known = (name for name, form in TEMPLATES.items() if form["known_by"] in template and form["but_not"] not in template)
+    return template, next(known, ""), end
 
 
 # ======================================================================================================================
@@ -2187,18 +2547,43 @@ EVENTS = {  # the lines of --json: type -> its fields, in this order
 LONGEST_WAIT = 60.0  # seconds a Retry-After may ask for
 
 
-class Reply:
-    """What one model call has brought so far, and when."""
+class Timeline:
+    """Tokens over time: a row a kind, of at most 64 spans of equal length, which doubles when the time is longer than that."""
+
+    SPANS = 64
 
     def __init__(self):
-        self.answer = io.StringIO()
+        self.started, self.span = time.monotonic(), 0.05  # seconds
+        self.rows = {kind: [0] * self.SPANS for kind in ("prompt", "reasoning", "answer", "call", "held")}
+
+    def add(self, kind, tokens, now):
+        place = int((now - self.started) / self.span)
+        while place >= self.SPANS:
+            for row in self.rows.values():
+                row[:] = [a + b for a, b in zip(row[::2], row[1::2])] + [0] * (self.SPANS // 2)
+            self.span, place = self.span * 2, place // 2
+        self.rows[kind][place] += tokens
+
+    def settle(self, kind):
+        """What was held turns out to be of that kind."""
+        self.rows[kind] = [a + b for a, b in zip(self.rows[kind], self.rows["held"])]
+        self.rows["held"] = [0] * self.SPANS
+
+
+class Reply:
+    """What one model call has brought so far, and when. keep: keep the thinking as well, to send it back."""
+
+    def __init__(self, timeline=None, keep=False):
+        self.answer, self.timeline = io.StringIO(), timeline or Timeline()
+        self.thought = [] if keep else None
         self.calls = Calls()
         self.finish, self.usage, self.timings = None, None, None
         self.model, self.id = "", ""  # as the server calls them
-        self.tokens = {"reasoning": 0, "answer": 0, "call": 0}
-        self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0}
+        self.tokens = {"reasoning": 0, "answer": 0, "call": 0, "held": 0}
+        self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0, "held": 0.0}
         self.started = self.last = time.monotonic()
         self.first_token = None
+        self.read = 0  # prompt tokens
 
     def count(self, kind):
         """Counts a delta as a token, which it is on every server that mm knows, and the time since the last one to its kind."""
@@ -2209,13 +2594,26 @@ class Reply:
             self.seconds[kind] += now - self.last
         self.tokens[kind] += 1
         self.last = now
+        self.timeline.add(kind, 1, now)
+
+    def settle(self, kind):
+        """What was held until now is of that kind, and is not counted once more."""
+        for counts in (self.tokens, self.seconds):
+            counts[kind], counts["held"] = counts[kind] + counts["held"], 0
+        self.timeline.settle(kind)
+
+    def count_prompt(self, processed):
+        self.timeline.add("prompt", max(0, processed - self.read), time.monotonic())
+        self.read = max(processed, self.read)
 
     def produced_tokens(self):
-        return as_int((self.usage or {}).get("completion_tokens")) or sum(self.tokens.values())
-
-    def thinking_tokens(self):
-        details = (self.usage or {}).get("completion_tokens_details")
-        return as_int(details.get("reasoning_tokens") if isinstance(details, dict) else 0) or self.tokens["reasoning"]
+        """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta is a token."""
+        counted, usage = sum(self.tokens.values()), self.usage or {}
+        details = usage.get("completion_tokens_details")
+        produced = as_int(usage.get("completion_tokens")) or as_int((self.timings or {}).get("predicted_n")) or counted
+        thinking = as_int(details.get("reasoning_tokens")) if isinstance(details, dict) else 0
+        thinking = thinking or (produced * self.tokens["reasoning"] // counted if counted else 0)
+        return thinking, max(0, produced - thinking)
 
 
 def prompt_tokens(usage, timings):
@@ -2227,19 +2625,26 @@ def prompt_tokens(usage, timings):
 def read_reply(incoming, reply):
     """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's own `waiting`."""
     for kind, value in incoming:
-        if kind == "reasoning":
-            reply.count(kind)
-            yield {"type": "reasoning", "text": value}
-        elif kind == "answer":
-            reply.count(kind)
-            reply.answer.write(value)
-            yield {"type": "answer", "text": value}
+        if kind in ("reasoning", "answer"):
+            if reply.tokens["held"]:
+                reply.settle(kind)
+            else:
+                reply.count(kind)
+            if kind == "answer":
+                reply.answer.write(value)
+            elif reply.thought is not None:
+                reply.thought.append(value)
+            yield {"type": kind, "text": value}
         elif kind == "waiting":
             yield {"type": "waiting", "seconds": value}
+        elif kind == "held":
+            reply.count(kind)
+            yield {"type": "waiting", "seconds": 0.0, "held": value}
         elif kind == "call":
             reply.count(kind)
             reply.calls.add(value)
         elif kind == "progress":
+            reply.count_prompt(value[0])
             yield {"type": "progress", "processed": value[0], "total": value[1]}
         elif kind == "finish":
             reply.finish = value if reply.finish in (None, "", "stop") and value else reply.finish or value
@@ -2264,9 +2669,10 @@ class Conversation:
     def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True, end_thinking=False, tap=None):
         self.backend, self.settings, self.restartable, self.tap = backend, settings, restartable, tap
         self.toolbox, self.record, self.session = toolbox or Toolbox(), record or (lambda item: None), session
-        self.protocol = ChatCompletions(backend)
+        self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
-        self.history = []      # {"role", "content", "tool_calls", "tool_call_id"}; "partial": True on an answer that broke off
+        # {"role", "content", "tool_calls", "tool_call_id"}; "partial": True on an answer that broke off; "thought": see thought_to_send()
+        self.history = []
         self.refused = set()   # optional request fields that this server does not take
         self.notices = []      # what is to be said at the next occasion
         self.call = None       # the ModelCall that runs
@@ -2274,10 +2680,15 @@ class Conversation:
         self.stopped = False
         self.window, self.probes = settings["contextWindow"], 0
         self.will_grow = False  # more than one question is to come, so that the window is worth asking for at once
-        self.measured = (0, 0)  # the first so many messages of the history were so many tokens, as the server counted
+        self.measured = (0, 0)  # the first so many messages of the history were so many tokens, as the server counted, thinking aside
+        # thinking that goes back: only what the server parted itself is kept; which of it the template renders, for (model, any
+        # tools); the server's own names of the models; the models whose template refused it; its tokens in the last request
+        self.keeps_thoughts = settings["reasoningEcho"] and not self.protocol.tags(None)
+        self.rendered, self.served, self.refusing, self.thought_tokens = {}, {}, set(), 0
         self.begin()
 
     def begin(self):
+        self.timeline = Timeline()
         self.started, self.replies, self.partial = time.monotonic(), [], ""
         self.no_summary = False  # one that failed is not asked for again in the same turn
         self.stopped = self.toolbox.stopped = False
@@ -2307,12 +2718,12 @@ class Conversation:
 
     def remember(self, message):
         self.history.append(message)
-        self.record(message)
+        self.record(without_thought(message))
 
     def replace_history(self, history):
         self.history[:] = history
         self.measured = (0, 0)
-        self.record({"history": history})
+        self.record({"history": [without_thought(message) for message in history]})
 
     def told(self):
         while self.notices:
@@ -2334,7 +2745,8 @@ class Conversation:
         """Whether the model thinks right now and can be told to come to its answer."""
         reply = self.replies[-1] if self.replies else None
         return bool(self.may_end_thinking and reply and reply.id and reply.tokens["reasoning"] and not reply.tokens["answer"]
-                    and "reasoning_control" in self.backend.entry["fields"] and "reasoning_control" not in self.refused)
+                    and self.protocol.path == "chat/completions" and "reasoning_control" in self.backend.entry["fields"]
+                    and "reasoning_control" not in self.refused)
 
     def steps(self):
         """Model calls and tool calls in turn, until the model answers."""
@@ -2345,8 +2757,9 @@ class Conversation:
             reply = yield from self.model_call()
             calls = reply.calls.finished() if reply.finish != "length" else []
             answer, self.partial = reply.answer.getvalue(), ""
+            self.served[self.backend.model] = reply.model
             if answer.strip() or calls:
-                self.remember({"role": "assistant", "content": answer, **({"tool_calls": calls} if calls else {})})
+                self.remember({"role": "assistant", "content": answer, **({"tool_calls": calls} if calls else {}), **self.thought_of(reply)})
             self.measure(reply)
             if not calls:
                 yield from verdict(reply, answer)
@@ -2379,12 +2792,14 @@ class Conversation:
         """
         tries, loading, compacted, started = 0, False, False, time.monotonic()
         while True:
-            reply = Reply()
+            reply = Reply(None if request else self.timeline, self.keeps_thoughts)
             self.replies.append(reply)
             try:
-                yield from self.read(reply, (request or self.request)())
+                yield from self.read(reply, (request or self.request)(), False if request else self.think)
                 return reply
             except MMError as error:
+                if not request and reply.first_token is None and (yield from self.give_up_thoughts(error)):
+                    continue
                 if error.kind == "overflow" and not request and not compacted and not self.no_summary and self.settings["compactAt"]:
                     compacted = True
                     self.window = self.window or error.window
@@ -2430,12 +2845,13 @@ class Conversation:
             time.sleep(min(0.1, seconds))
 
     def request(self):
-        sampling = merged(self.settings["sampling"], self.backend.entry["sampling"])
-        return serialised(self.protocol.body(self.history, self.system, self.toolbox.schemas(), sampling, self.think, self.refused))
+        sampling, echo = merged(self.settings["sampling"], self.backend.entry["sampling"]), self.echo()
+        self.thought_tokens = self.tokens_to_echo(echo)
+        return serialised(self.protocol.body(self.history, self.system, self.toolbox.schemas(), sampling, self.think, self.refused, echo))
 
-    def read(self, reply, body):
+    def read(self, reply, body, think):
         """One request and its stream, as events."""
-        self.call = ModelCall(lambda line: self.protocol.stream(body, line, self.tap, self.notices.append),
+        self.call = ModelCall(lambda line: self.protocol.stream(body, line, self.tap, self.notices.append, think),
                               self.settings["watchdogTimeout"], self.settings["firstTokenTimeout"])
         for event in read_reply(self.call, reply):
             yield event
@@ -2448,20 +2864,54 @@ class Conversation:
         if hint:
             yield {"type": "notice", "message": hint}
 
+    # -- thinking that goes back (reasoningEcho)
+
+    def thought_of(self, reply):
+        """The label of a whole reply's thinking, for its message."""
+        text = "".join(reply.thought or [])
+        maker = self.backend.model, reply.model
+        return {"thought": {"text": text, "maker": maker, "tokens": reply.produced_tokens()[0]}} if text.strip() else {}
+
+    def echo(self):
+        """echo_rules() for the next request; the server is asked what its template renders once there is something to send."""
+        model, tools = self.backend.model, self.toolbox.schemas()
+        if model in self.refusing or not any("thought" in message for message in self.history):
+            return None
+        if (model, bool(tools)) not in self.rendered:
+            self.rendered[model, bool(tools)] = thoughts_rendered(self.backend, tools)
+        return echo_rules(self.backend, (model, self.served.get(model)), self.rendered[model, bool(tools)], self.history)
+
+    def tokens_to_echo(self, echo):
+        thoughts = (thought_to_send(message, place, echo) for place, message in enumerate(self.history))
+        return sum(thought["tokens"] for thought in thoughts if thought)
+
+    def give_up_thoughts(self, error):
+        """Whether the request that ended in `error` is made once more without the thinking it held, which was too much or refused."""
+        refused = refuses_thoughts(error)
+        if not self.thought_tokens or self.stopped or not refused and error.kind != "overflow":
+            return False
+        for message in self.history:
+            message.pop("thought", None)
+        if refused:
+            self.refusing.add(self.backend.model)
+        why = "the server refuses thinking in the history, and gets none from now on" if refused else "the context is full"
+        yield {"type": "notice", "message": f"{why}: asked again without the earlier thinking"}
+        return True
+
     # -- the context window
 
     def measure(self, reply):
-        """Notes how many tokens the history is, where the server says so."""
+        """Notes how many tokens the history is, where the server says so; thinking is counted apart, as not all of it goes back."""
         tokens = prompt_tokens(reply.usage, reply.timings)
         if tokens:
-            self.measured = (len(self.history), tokens + reply.produced_tokens())
+            self.measured = (len(self.history), max(0, tokens - self.thought_tokens) + reply.produced_tokens()[1])
 
     def size(self):
-        """Tokens that the next prompt has: what the server counted last, and a fourth of the characters since."""
+        """Tokens that the next prompt has: what the server counted last, a fourth of the characters since, and thinking that goes back."""
         count, tokens = self.measured
-        if count:
-            return tokens + tokens_in(self.history[count:])
-        return tokens_in(self.history) + tokens_in([self.system, self.toolbox.schemas()])
+        if not count:
+            tokens = tokens_in([self.system, self.toolbox.schemas()])
+        return tokens + tokens_in([without_thought(message) for message in self.history[count:]]) + self.tokens_to_echo(self.echo())
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""
@@ -2535,7 +2985,12 @@ class Conversation:
             return answer
 
     def done(self):
-        return done_event(self.backend.name, self.backend.model, self.session and self.session.id, self.replies, self.started)
+        return done_event(self.backend.name, self.backend.model, self.session and self.session.id, self.replies, self.started, self.timeline)
+
+
+def without_thought(message):
+    """A message as it is recorded: what a model thought stays in memory."""
+    return {key: value for key, value in message.items() if key != "thought"}
 
 
 def tokens_in(value):
@@ -2562,7 +3017,8 @@ def shorter(text, limit):
     return text if len(text) <= limit else f"{text[:limit // 2]} […] {text[-limit // 2:]}"
 
 
-def done_event(provider, model, session, replies, started):
+def done_event(provider, model, session, replies, started, timeline=None):
+    """The `done` of a turn; beside its fields, for figures(): `tokens` (thinking, answer) of all its calls, and the Timeline."""
     last = replies[-1] if replies else Reply()
     first = next((reply.first_token for reply in replies if reply.first_token is not None), None)
 
@@ -2571,7 +3027,8 @@ def done_event(provider, model, session, replies, started):
     return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model, "session": session,
             "usage": last.usage, "timings": last.timings,
             "seconds": {"first_token": rounded(first), "thinking": spent("reasoning"), "answer": spent("answer", "call"),
-                        "total": rounded(time.monotonic() - started)}}
+                        "total": rounded(time.monotonic() - started)},
+            "tokens": tuple(map(sum, zip((0, 0), *(reply.produced_tokens() for reply in replies)))), "timeline": timeline}
 
 
 def rounded(seconds):
@@ -2580,7 +3037,7 @@ def rounded(seconds):
 
 def verdict(reply, answer):
     """Events that explain an ended answer. An empty one at the token limit is a notice of kind `empty`, else an error."""
-    tokens = reply.thinking_tokens()
+    tokens = reply.produced_tokens()[0]
     if answer.strip():
         if reply.finish == "length":
             yield {"type": "notice", "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), or the context is full"}
@@ -2882,6 +3339,7 @@ class Person:
 
     def begin(self):
         self.block, self.held, self.progress, self.since, self.hidden = "", "", None, time.monotonic(), 0
+        self.unsure = ""  # the end of what may be thinking or answer
         self.ran = 0
 
     def show(self, event):
@@ -2912,7 +3370,7 @@ class Person:
 
     def open(self, block, pen):
         self.close_block()
-        self.block = block
+        self.block, self.unsure = block, ""
         if pen.terminal:
             pen.write(self.marks[block == "answer"])
 
@@ -2939,9 +3397,13 @@ class Person:
         if self.block or self.quiet or not self.side.moves:
             return
         waited = time.monotonic() - self.since
+        self.unsure = (self.unsure + event.get("held", ""))[-200:]
         if "tool" in event:
             if event["seconds"] >= 1:
                 self.status(f"running · {event['seconds']:.0f} s · Ctrl-C ends it")
+        elif self.unsure:
+            room = max(0, self.side.columns() - 40) // 2  # a character can be two columns wide
+            self.status(f"thinking or answering · {waited:.0f} s · {one_line(self.unsure.translate(VISIBLE))[-room:]}")
         elif self.hidden:
             self.status(f"thinking · {waited:.0f} s · {self.hidden:,} tokens")
         elif self.progress is not None:
@@ -3011,7 +3473,7 @@ class Person:
         for row in shown:
             self.side.write(f"  {row[:200]}\n", NOTICE if event["ok"] else ERROR)
         self.ran += event["ok"]
-        self.progress, self.since, self.hidden = None, time.monotonic(), 0
+        self.progress, self.since, self.hidden, self.unsure = None, time.monotonic(), 0, ""
 
     def permit(self, name, line, change):
         """Asks a person whether a call may be made; the call itself is on the screen already. -> "y", "n" or "a"."""
@@ -3033,9 +3495,13 @@ class Person:
         if self.ran and self.out is self.side:
             self.side.write(f"{self.ran} tool call{'s' * (self.ran != 1)} in this turn\n", NOTICE)
         if self.stats:
-            self.side.write(figures(event) + "\n", NOTICE)
+            self.side.write(self.figures(event) + "\n", NOTICE)
         self.flush()
         self.begin()
+
+    def figures(self, done):
+        blocks = "▁▂▃▄▅▆▇█" if self.side.can_show("▁") else "_.-=+*%#"
+        return figures(done, self.side.columns() - 1 if self.side.terminal else 0, self.marks, blocks)
 
 
 class Ndjson:
@@ -3047,7 +3513,7 @@ class Ndjson:
 
     def show(self, event):
         if event["type"] in EVENTS and not (self.hide and event["type"] == "reasoning"):
-            event = {key: value for key, value in event.items() if key != "preview"}
+            event = {key: value for key, value in event.items() if key not in ("preview", "tokens", "timeline")}
             self.out.pending.append(json.dumps(event, ensure_ascii=self.ascii) + "\n")
         if event["type"] not in ("reasoning", "answer"):
             self.flush()
@@ -3064,25 +3530,63 @@ class Ndjson:
     close = flush  # nothing stands on a screen
 
 
-def figures(done):
-    """A turn's figures in a line: times, tokens, how fast, and how much of the prompt came from the server's cache."""
-    usage, timings, seconds = done["usage"] or {}, done["timings"] or {}, done["seconds"]
+def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅▆▇█"):
+    """A turn's figures: times, tokens, how fast, a line of tokens over time each for thinking, answer and the reading of the prompt.
+
+    columns: where lines are to end, 0 for one line; marks: of thinking and answer; blocks: characters from few to many.
+    """
+    usage, timings, seconds, line = done["usage"] or {}, done["timings"] or {}, done["seconds"], done["timeline"]
+    rows = {} if line is None else {"prompt": line.rows["prompt"], "thinking": line.rows["reasoning"],
+                                    "answer": [a + b for a, b in zip(line.rows["answer"], line.rows["call"])]}
+    most = max(max(rows["thinking"]), max(rows["answer"]), 1) if rows else 1  # of tokens in a span: one scale for both
+    cells = min(48, columns // 2 or 48) / max(1, sum(map(len, map(spanned, rows.values()))))  # of the screen, for a span
     parts = []
-    for mark, key in (("💭", "thinking"), ("🤖", "answer")):
-        if seconds[key]:
-            parts.append(f"{mark} {seconds[key]:.1f} s")
-    produced = as_int(usage.get("completion_tokens")) or as_int(timings.get("predicted_n"))
-    if produced:
-        spent = (seconds["thinking"] or 0) + (seconds["answer"] or 0)
-        parts.append(f"{produced:,} tok" + (f" · {produced / spent:.0f} tok/s" if spent > 0.05 else ""))
+    for mark, key, tokens in ((marks[0], "thinking", done["tokens"][0]), (marks[1], "answer", done["tokens"][1])):
+        if tokens:
+            times = [f"{seconds[key]:.1f} s"] if seconds[key] else []
+            speed = [f"{tokens / seconds[key]:,.0f} tok/s"] if (seconds[key] or 0) > 0.05 else []
+            parts += [mark + " · ".join([*times, f"{tokens:,} tok", *speed])] + sparkline(rows.get(key, []), most, cells, blocks)
     details = usage.get("prompt_tokens_details")
     cached = as_int(details.get("cached_tokens")) if isinstance(details, dict) else as_int(timings.get("cache_n"))
     prompt = prompt_tokens(usage, timings)
     if prompt:
-        parts.append(f"prompt {prompt:,} tok" + (f", {cached:,} from cache" if cached else ""))
+        parts += ["· " + f"prompt {prompt:,} tok" + (f", {cached:,} from cache" if cached else "")]
+        parts += sparkline(rows.get("prompt", []), max(rows.get("prompt", [0])), cells, blocks)
     if seconds["first_token"] is not None:
-        parts.append(f"first token after {seconds['first_token']:.1f} s")
-    return " · ".join([*parts, f"{seconds['total']:.1f} s in all"])
+        parts.append(f"· first token after {seconds['first_token']:.1f} s")
+    if seconds["total"] is not None:
+        parts.append(f"· {seconds['total']:.1f} s in all")
+    return wrapped(parts, columns)
+
+
+def spanned(row):
+    """A row of the Timeline from its first token to its last."""
+    places = [place for place, tokens in enumerate(row) if tokens]
+    return row[places[0]:places[-1] + 1] if places else []
+
+
+def sparkline(row, most, cells, blocks):
+    """[A line of blocks for the tokens of each span], or [] for none. cells: characters a span; most: tokens of the highest block."""
+    row = spanned(row)
+    width = max(1, round(len(row) * cells))
+    if len(row) < 2:  # all at once
+        return []
+    ends = [round(place * len(row) / width) for place in range(width + 1)] if width < len(row) else range(len(row) + 1)
+    means = [sum(row[a:b]) / (b - a) for a, b in zip(ends, ends[1:])]
+    return ["".join(blocks[min(len(blocks) - 1, int(mean * len(blocks) / most))] for mean in means)]
+
+
+def wrapped(parts, columns):
+    """Parts in lines of at most so many columns, where each part fits into one; an emoji takes two."""
+    lines = []
+    for part in parts:
+        joined = f"{lines[-1]} {part}" if lines else part
+        wide = sum(1 + (ord(char) > 0x1F000) for char in joined)
+        if lines and not (columns and wide > columns):
+            lines[-1] = joined
+        else:
+            lines.append(part[2:] if part.startswith("· ") else part)
+    return "\n".join(lines)
 
 
 def exit_code(event, before):
@@ -3377,7 +3881,7 @@ class Repl:
         self.say(f"system: {self.conversation.system or '(none)'}")
 
     def stats(self, rest):
-        self.say(figures(self.last) if self.last else "nothing was asked yet")
+        self.say(self.view.figures(self.last) if self.last else "nothing was asked yet")
         window, size = self.conversation.find_window(), self.conversation.size()
         self.say(f"context: about {size:,} of {window:,} tokens ({size * 100 // window} %)" if window else
                  f"context: about {size:,} tokens; the server does not say how many it holds (contextWindow in the config)")
@@ -3412,7 +3916,8 @@ def list_models(backend):
 
 def think_notices(conversation):
     """What a person should hear when thinking is switched for a server that mm has no words for."""
-    if conversation.think is not None and not conversation.backend.entry["thinking"]:
+    told = conversation.backend.entry["thinking"] or conversation.protocol.path == "completions"  # there, the prompt tells
+    if conversation.think is not None and not told:
         return ["mm does not know how this server is told to think or not: -p NAME says which it is, -o passes a field of its own"]
     return []
 
@@ -3429,7 +3934,7 @@ DEMO_THOUGHTS = ("The question was: {question}\nI am no model, only a script ins
                  "and each token tells mm that I am alive.")
 DEMO_ANSWER = ("This is a scripted answer, not a model's. It came in delta.content, after the thinking. "
                "To ask a model, start a server (such as `llama-server -m MODEL.gguf`) and leave --demo out.")
-DEMO_PACE = 0.02  # seconds a token: about what a small model takes
+PACE = 0.02  # seconds a token: about what a small model takes, and what can be read along
 
 
 def demo_chunks(question):
@@ -3473,7 +3978,7 @@ def start_demo():
             try:
                 for chunk in demo_chunks(request["messages"][-1]["content"]):
                     self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-                    time.sleep(DEMO_PACE)
+                    time.sleep(PACE)
                 self.wfile.write(b"data: [DONE]\n\n")
             except OSError:
                 pass  # the question was withdrawn
@@ -3503,7 +4008,21 @@ def replay(path):
                 yield from verdict(reply, reply.answer.getvalue())
         except MMError as error:
             yield {"type": "error", "kind": error.kind, "message": error.message}
-    yield done_event("replay", replies[-1].model, None, replies, started)
+    yield {**done_event("replay", replies[-1].model, None, replies, started), "seconds": recorded_seconds(replies)}
+
+
+def recorded_seconds(replies):
+    """`done`'s seconds of a recorded stream: those that it tells itself (llama.cpp's timings); the time of its replay means nothing."""
+    times = [reply.timings or {} for reply in replies]
+    prompt, predicted = (sum(time[key] for time in times if is_number(time.get(key))) / 1000 for key in ("prompt_ms", "predicted_ms"))
+    thinking, answer = map(sum, zip(*(reply.produced_tokens() for reply in replies)))
+    share = thinking / max(1, thinking + answer)
+    return {"first_token": rounded(prompt or None), "thinking": rounded(predicted * share), "answer": rounded(predicted * (1 - share)),
+            "total": rounded(prompt + predicted or None)}
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
 
 
 # ======================================================================================================================
@@ -3546,7 +4065,7 @@ def parser():
     add("-R", "--hide-thinking", action="store_true", help="do not show the thinking (it is read all the same)")
     add("--json", action="store_true", help="events on stdout, one JSON object a line")
     add("-q", "--quiet", action="store_true", help="no notices and no status line")
-    add("--stats", action="store_true", help="a line of figures after the answer")
+    add("--stats", action="store_true", help="figures after the answer, and tokens over time")
     add("--watchdog", metavar="S", dest="watchdogTimeout", help="longest silence between two tokens, in seconds (20; 0: no limit)")
     add("--first-token", metavar="S", dest="firstTokenTimeout", help="longest wait for the first token, in seconds (120; 0: no limit)")
     add("--retries", metavar="N", help="how often a broken stream is asked for again (1)")
@@ -3559,6 +4078,7 @@ def parser():
     add("--no-save", dest="save", action="store_false", default=None, help="do not save this one")
     add("--tap", metavar="FILE", help="record the stream's bytes exactly as they come")
     add("--replay", metavar="FILE", help="show a recorded stream; no server is asked")
+    add("--template-of", metavar="FILE", help="print the chat template in a GGUF file, and which of mm's formats it is")
     add("--check", action="store_true", help="say what would be used and whether it answers")
     add("--models", action="store_true", help="list the server's models")
     add("--demo", action="store_true", help="answer from a script inside mm; no model is needed")
@@ -3676,7 +4196,8 @@ def make_view(args):
 
 
 def wants_repl(args):
-    asks = any(word.strip() for word in args.question) or args.file or args.replay or args.check or args.models or args.sessions
+    asks = any(word.strip() for word in args.question) or args.file or args.replay or args.check or args.models or args.sessions \
+        or args.template_of
     return args.interactive or not asks and sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -3706,7 +4227,9 @@ def settings_of(args):
 def run(args, view):
     """Carries out a parsed command line; -> exit code. Raises MMError."""
     if args.replay:
-        return show_all(replay(args.replay), view)
+        return show_all(replay(args.replay), view, 0.0 if args.json or not view.out.terminal else PACE)
+    if args.template_of:
+        return show_template(args.template_of, view)
     if args.sessions:
         return print_rows(session_lines(), view)
     settings = settings_of(args)
@@ -3730,10 +4253,9 @@ def run(args, view):
         return print_rows(list_models(backend), view)
     conversation, session = make_conversation(args, settings, backend, toolbox, path)
     conversation.history += history
-    for key, asked in (("reasoningEcho", settings["reasoningEcho"]), ("thinkTags", backend.entry["thinkTags"]),
-                       ("protocol: completions", backend.entry["protocol"] == "completions")):
-        if asked:
-            notices.append(f"{key} has no effect in this version")
+    if backend.entry["protocol"] == "completions":
+        notices += [] if backend.entry["template"] else ["no template is named for the raw prompts: chatml is used (template in the config)"]
+        notices += ["raw prompts take no tools, so the model will not hear of them"] if toolbox.names else []
     if toolbox.names and backend.entry["tools"] and not wants_repl(args) and probe(backend)["tools"] is False:
         notices.append(NO_TOOLS)
     tell(view, notices + think_notices(conversation))
@@ -3832,12 +4354,27 @@ def open_tap(path):
         raise MMError("config", f"--tap {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def show_all(turn, view):
+def show_all(turn, view, pace=0.0):
+    """Shows events; pace: seconds for each piece of text."""
     code = 0
     for event in turn:
         code = exit_code(event, code)
         view.show(event)
+        if pace and event["type"] in ("reasoning", "answer"):
+            view.flush()
+            time.sleep(pace)
     return code
+
+
+def show_template(path, view):
+    """--template-of: the template on stdout, and what mm makes of it beside it."""
+    template, form, end = template_of(path)
+    told = f"template: {form}" if form else f"the template is none of those that mm writes itself ({', '.join(TEMPLATES)})"
+    told += f" · end of turn: {end}" if end else ""
+    told += " · it knows <think> (thinkTags: true has the thinking block opened in the prompt)" if THINK in template else ""
+    view.out.write(template.rstrip("\n") + "\n")
+    tell(view, [told])
+    return 0
 
 
 def main(argv=None):
