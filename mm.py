@@ -28,7 +28,7 @@ Sections, each using only what stands above it:
      4 the wire       bytes to lines to events to deltas, tolerant of everything servers really send
      5 the watchdog   one reader thread per call; what counts as a sign of life; how a call is ended
      6 requests       the one place where a conversation becomes a request body
-     7 protocols      the two ends of a wire protocol: where it posts, what it sends
+     7 protocols      chat messages or a raw prompt: where a request is posted, what is in it; prompt templates
      8 tools          what a model may call
      9 conversation   a turn, and what is left of it when it breaks; the context window
     10 sessions       a conversation on disk
@@ -3573,7 +3573,7 @@ def sparkline(row, most, cells, blocks):
         return []
     ends = [round(place * len(row) / width) for place in range(width + 1)] if width < len(row) else range(len(row) + 1)
     means = [sum(row[a:b]) / (b - a) for a, b in zip(ends, ends[1:])]
-    return ["".join(blocks[min(len(blocks) - 1, int(mean * len(blocks) / most))] for mean in means)]
+    return ["".join(blocks[max(0, -int(-mean * len(blocks) // most) - 1)] for mean in means)]  # rounded up
 
 
 def wrapped(parts, columns):

@@ -98,6 +98,7 @@ class Server:
 
     def __init__(self, *scripts, models=("m",), host="127.0.0.1"):
         self.scripts, self.posts, self.gets, self.left, self.news = scripts, [], [], 0, threading.Condition()
+        self.render = None  # what /apply-template makes of a request's messages
         self.models = {"object": "list", "data": [{"id": name} for name in models]}
         self.listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port = self.listener.getsockname()[1]
@@ -135,10 +136,12 @@ class Server:
             raw = file.read(int(headers.get("content-length", 0)))
         request = SimpleNamespace(method=words[0], path=words[1], headers=headers, body=json.loads(raw or "null"))
         with self.news:
-            seen = self.posts if words[0] == "POST" else self.gets
+            seen = self.gets if words[0] == "GET" or words[1] == "/apply-template" else self.posts
             seen.append(request)
             place = len(seen) - 1
             self.news.notify_all()
+        if words[1] == "/apply-template":
+            return reply(200, {"prompt": self.render(request.body["messages"])}) if self.render else reply(404, {"error": "no such page"})
         if words[0] == "POST":
             return self.scripts[min(place, len(self.scripts) - 1)]
         return reply(200, self.models) if words[1].endswith("/models") else reply(404, {"error": "no such page"})
@@ -1079,6 +1082,66 @@ def test_a_tap_that_cannot_be_written_is_told_once_and_the_stream_goes_on(serve,
     assert (result.code, result.out, result.err.count("--tap")) == (0, "ok\n", 1)
 
 
+def parted(state, *pieces, whole=True):
+    """(thinking, answer) that ThinkTags make of the pieces."""
+    incoming = [("answer", piece) for piece in pieces] + [("finish", "stop")] * whole
+    told = collections.defaultdict(str)
+    for kind, value in mm.split_thinking(iter(incoming), mm.ThinkTags(state)):
+        told[kind] += value
+    return told["reasoning"], told["answer"]
+
+
+@pytest.mark.parametrize("state, body, thinking, answer", [
+    ("unsure", "<think>I add.</think>4", "I add.", "4"), ("unsure", "\n<think>\nI add.\n</think>\n\n4", "I add.", "4"),
+    ("unsure", "I add.\n</think>\n\n4", "I add.", "4"),  # the block was opened in the prompt
+    ("unsure", "just 4", "", "just 4"), ("unsure", "  4 < 5 </th", "", "  4 < 5 </th"), ("unsure", "<thin", "", "<thin"), ("unsure", "", "", ""),
+    ("unsure", "Write `<think>` to open and `</think>` to close.", "", "Write `<think>` to open and `</think>` to close."),
+    ("unsure", "So:\n```\n</think>\n```\n", "", "So:\n```\n</think>\n```\n"), ("unsure", "<b>x</b>", "", "<b>x</b>"),
+    ("unsure", "<think>a</think>b <think>c</think> </think>", "a", "b <think>c</think> </think>"),  # one block, and it leads
+    ("thinking", "I add.\n</think>\n\n4", "I add.", "4"), ("thinking", "<think>I add.</think>4", "I add.", "4"),
+    ("thinking", "I ad", "I ad", ""), ("thinking", "</think>4", "", "4"),
+    ("thinking", "a `</think>` b ```</think>``` c\n</think>4", "a `</think>` b ```</think>``` c", "4"),
+    ("thinking", "a\n```py\nb\n</think>4", "a\n```py\nb\n</think>4", "4"),  # a quote that never ends takes no answer away
+    ("leading", "<think>\n\n</think>\n\n4", "", "4"), ("leading", "</think>4", "", "4"),
+    ("leading", "a </think> b", "", "a </think> b"), ("answer", "<think>a</think>b", "", "<think>a</think>b"),
+])
+def test_thinking_in_tags_is_parted_from_the_answer_wherever_a_delta_ends(state, body, thinking, answer):
+    assert parted(state, body) == parted(state, *body) == (thinking, answer)
+    for cut in range(len(body)):
+        assert parted(state, body[:cut], body[cut:]) == (thinking, answer)
+
+
+def test_text_that_may_be_thinking_is_held_and_no_answer_when_its_stream_breaks(serve):
+    conversation = talk(serve(stream(chunk("I add")), stream(chunk("I add") + chunk("</think>4") + STOP)))
+    conversation.backend.entry["thinkTags"] = True
+    events = [event for event in conversation.ask("hi") if event["type"] != "waiting" or "held" in event]
+    assert [(event["type"], event.get("text") or event.get("held")) for event in events[:-1]] == [
+        ("waiting", "I add"), ("reasoning", "I add"), ("retry", None), ("waiting", "I add"), ("reasoning", "I add"), ("answer", "4")]
+
+
+def test_held_text_is_a_sign_of_life(serve):
+    body = [step for _ in range(8) for step in (chunk("so "), 0.1)]
+    conversation = talk(serve(stream(*body, STOP)), watchdogTimeout=0.4)
+    conversation.backend.entry["thinkTags"] = True
+    assert text(ask(conversation)) == "so " * 8
+
+
+@pytest.mark.parametrize("think, answer", [(None, "4"), (True, "4"), (False, "hm</think>4")])
+def test_think_tags_are_looked_for_where_the_config_says_so(serve, think, answer):
+    conversation = talk(serve(stream(chunk("hm</th") + chunk("ink>4") + STOP)), think=think)
+    assert text(ask(conversation)) == "hm</think>4"
+    conversation.backend.entry["thinkTags"] = True
+    events = ask(conversation)
+    assert text(events) == answer and text(events, "reasoning") == ("hm" if answer == "4" else "")
+
+
+def test_a_closing_tag_that_the_server_left_behind_is_dropped(serve):
+    conversation = talk(serve(stream(chunk(reasoning="hm") + chunk("</think>\n4 </think>") + STOP)))
+    conversation.backend.entry["thinkTags"] = True
+    events = ask(conversation)
+    assert (text(events, "reasoning"), text(events)) == ("hm", "4 </think>")
+
+
 # ======================================================================================================================
 # 5. The watchdog
 # ======================================================================================================================
@@ -1311,6 +1374,155 @@ def test_a_redirect_in_a_circle_ends(serve):
 ])
 def test_retry_after_is_seconds_or_a_date(value, seconds):
     assert mm.retry_after({"Retry-After": value}) == seconds
+
+
+def raw(server, provider="llamacpp", template="chatml", tags=False, **values):
+    conversation = talk(server, provider, **values)
+    conversation.backend.entry.update(protocol="completions", template=template, thinkTags=tags)
+    return mm.Conversation(conversation.backend, conversation.settings)
+
+
+def raw_chunk(text, finish=None):
+    return sse({"choices": [{"text": text, "index": 0, "finish_reason": finish}]})
+
+
+@pytest.mark.parametrize("template, prompt, stop", [
+    ("chatml", "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+               "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
+    ("llama3", "<|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user<|end_header_id|>\n\na<|eot_id|>"
+               "<|start_header_id|>assistant<|end_header_id|>\n\nb<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
+               "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    ("gemma", "<start_of_turn>user\nS\n\na<end_of_turn>\n<start_of_turn>model\nb<end_of_turn>\n"
+              "<start_of_turn>user\nc<end_of_turn>\n<start_of_turn>model\n", "<end_of_turn>"),
+    ("mistral", "[INST]S\n\na[/INST]b</s>[INST]c[/INST]", "</s>"),
+])
+def test_a_raw_prompt_is_what_the_format_s_template_makes(serve, template, prompt, stop):
+    server = serve(stream(raw_chunk("b") + raw_chunk("", "stop")))
+    conversation = raw(server, template=template, system="S")
+    assert text(ask(conversation, "a")) == "b"
+    ask(conversation, "c")
+    body = server.arrived(2).body
+    assert (server.posts[1].path, body["prompt"], body["stop"], body["stream"]) == ("/v1/completions", prompt, [stop], True)
+    assert "messages" not in body and "reasoning_control" not in body and body["return_progress"] is True
+
+
+def test_the_formats_that_the_config_takes_are_those_that_there_are():
+    assert set(mm.FORMATS) == set(mm.TEMPLATES)
+
+
+@pytest.mark.parametrize("tags, think, end, thinking, answer", [
+    (False, None, "assistant\n", "", "hm</think>4"), (True, None, "<think>\n", "hm", "4"), (False, True, "<think>\n", "hm", "4"),
+    (True, False, "<think>\n\n</think>\n\n", "", "hm</think>4"),
+])
+def test_the_prompt_opens_the_thinking_block_or_closes_it(serve, tags, think, end, thinking, answer):
+    server = serve(stream(raw_chunk("hm</thi") + raw_chunk("nk>4") + raw_chunk("", "stop")))
+    events = ask(raw(server, tags=tags, think=think))
+    assert server.arrived().body["prompt"].endswith(end)
+    assert (text(events, "reasoning"), text(events)) == (thinking, answer)
+
+
+def test_a_budget_that_went_into_a_block_without_end_is_said(serve):
+    events = ask(raw(serve(stream(raw_chunk("hm ") + raw_chunk("hm", "length"))), think=True))
+    assert text(events, "reasoning") == "hm hm" and "whole budget" in events[-2]["message"]
+
+
+def test_raw_prompts_are_not_cut_at_the_few_tokens_that_openai_s_protocol_gives_them(serve):
+    server = serve(stream(raw_chunk("ok", "stop")))
+    for provider in ("vllm", "llamacpp"):
+        ask(raw(server, provider))
+    assert [post.body.get("max_tokens") for post in server.posts] == [mm.RAW_TOKENS, None]
+
+
+def test_calls_and_results_of_a_history_are_text_in_a_raw_prompt(serve):
+    server = serve(stream(raw_chunk("ok", "stop")))
+    conversation = raw(server)
+    conversation.history += [user("a"), assistant("", made("1", {"q": "x"})), tool("1", "found")]
+    ask(conversation, "b")
+    prompt = server.arrived().body["prompt"]
+    assert prompt.index("look") < prompt.index("found") < prompt.index("b<|im_end|>") and prompt.count("<|im_start|>") == 6
+
+
+def gguf(pairs, order="<", version=3, magic=b"GGUF", count=None):
+    """A GGUF header: {key: text, int, float, [texts], or (type, bytes) as it is}."""
+    def string(text):
+        raw = text.encode()
+        return struct.pack(order + "Q", len(raw)) + raw
+
+    def value(content):
+        if isinstance(content, tuple):
+            return struct.pack(order + "I", content[0]) + content[1]
+        if isinstance(content, list):
+            return struct.pack(order + "IIQ", 9, 8, len(content)) + b"".join(map(string, content))
+        if isinstance(content, str):
+            return struct.pack(order + "I", 8) + string(content)
+        return struct.pack(order + ("If" if isinstance(content, float) else "II"), 6 if isinstance(content, float) else 4, content)
+    head = struct.pack(order + "IQQ", version, 0, len(pairs) if count is None else count)
+    return magic + head + b"".join(string(key) + value(content) for key, content in pairs.items())
+
+
+MODEL = {"general.name": "small", "x.rate": 0.5, "tokenizer.ggml.tokens": ["<pad>", "né", "<|im_end|>"], "tokenizer.ggml.eos_token_id": 2,
+         "tokenizer.chat_template": "{{ '<|im_start|>' }}"}
+TEMPLATE = MODEL["tokenizer.chat_template"]
+
+
+@pytest.mark.parametrize("pairs, how, told", [
+    (MODEL, {}, (TEMPLATE, "chatml", "<|im_end|>")), (MODEL, {"order": ">"}, (TEMPLATE, "chatml", "<|im_end|>")),
+    (dict(reversed(MODEL.items())), {"version": 2}, (TEMPLATE, "chatml", "<|im_end|>")),
+    ({**MODEL, "tokenizer.ggml.eot_token_id": 0}, {}, (TEMPLATE, "chatml", "<pad>")),
+    ({**MODEL, "tokenizer.ggml.eos_token_id": 77}, {}, (TEMPLATE, "chatml", "")),
+    ({**MODEL, "tokenizer.ggml.eos_token_id": "2"}, {}, (TEMPLATE, "chatml", "")),
+    ({**MODEL, "a": (9, struct.pack("<IQ", 5, 2) + b"12345678"), "b": (9, struct.pack("<IQIQ", 9, 1, 8, 0)), "c": (7, b"\1")}, {},
+     (TEMPLATE, "chatml", "<|im_end|>")),
+    ({**MODEL, "tokenizer.chat_template": "<start_of_turn>"}, {}, ("<start_of_turn>", "gemma", "<|im_end|>")),
+    ({**MODEL, "tokenizer.chat_template": "[INST]"}, {}, ("[INST]", "mistral", "<|im_end|>")),
+    ({**MODEL, "tokenizer.chat_template": "[INST]<<SYS>>"}, {}, ("[INST]<<SYS>>", "", "<|im_end|>")),
+    ({"tokenizer.chat_template": "<|start_header_id|>"}, {}, ("<|start_header_id|>", "llama3", "")),
+])
+def test_a_model_file_tells_its_template_and_its_end_of_turn(tmp_path, pairs, how, told):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf(pairs, **how) + b"\0" * 1000)
+    assert mm.template_of(str(path)) == told
+
+
+@pytest.mark.parametrize("content, token", [
+    (b"", "no GGUF"), (b"PK\3\4" * 9, "no GGUF"), (b"GGUF", "ends"), (gguf(MODEL)[:60], "ends"), (gguf(MODEL, version=1), "version 1"),
+    (gguf(MODEL, count=1 << 40), "damaged"), (gguf({"a": (77, b"")}), "damaged"), (gguf({"a": (8, b"\xff" * 8)}), "damaged"),
+    (gguf({"a": (9, struct.pack("<IQ", 8, 1 << 60))}), "damaged"), (gguf({"general.name": "x"}), "no chat template"),
+    (gguf({"tokenizer.chat_template": 5}), "no chat template"), (gguf({"split.no": 1}), "first file"),
+    (gguf({"a": (9, struct.pack("<IQ", 9, 1) * 40)}), "damaged"),
+])
+def test_a_file_that_tells_no_template_is_one_line(tmp_path, content, token):
+    (tmp_path / "model.gguf").write_bytes(content)
+    raised = fault(mm.template_of, str(tmp_path / "model.gguf"))
+    assert raised.kind == "config" and "model.gguf" in raised.message and token in raised.message and "\n" not in raised.message
+
+
+def test_no_more_of_a_model_file_is_read_than_its_header(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(gguf({**MODEL, "a": (9, struct.pack("<IQ", 0, 1 << 20) + bytes(1 << 20))}))
+    os.truncate(tmp_path / "model.gguf", 1 << 40)  # a terabyte, most of it not there
+    assert mm.template_of(str(tmp_path / "model.gguf"))[1] == "chatml"
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("pipe", ".", "none"):
+        assert fault(mm.template_of, str(tmp_path / path)).kind == "config"
+
+
+def test_the_template_is_printed_alone_and_its_format_beside_it(run_mm, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(gguf({**MODEL, "tokenizer.chat_template": TEMPLATE + "<think>\n"}))
+    result = run_mm("--template-of", "model.gguf")
+    assert (result.code, result.out) == (0, TEMPLATE + "<think>\n")
+    assert all(word in result.err for word in ("chatml", "<|im_end|>", "thinkTags"))
+    result = run_mm("--template-of", "mm.yaml")
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+
+
+def test_a_raw_provider_of_the_config_says_what_it_does_not_do(serve, run_mm, tmp_path):
+    server = serve(stream(raw_chunk("ok", "stop")))
+    (tmp_path / "c.yaml").write_text(f"providers: {{box: {{url: '{server.url}', protocol: completions, model: m}}}}")
+    result = run_mm("--config", "c.yaml", "-p", "box", "-t", "read_file", "hi")
+    assert result.out == "ok\n" and "chatml" in result.err and "tools" in result.err
+    assert server.arrived().path == "/v1/completions"
+    (tmp_path / "c.yaml").write_text(f"providers: {{box: {{url: '{server.url}', protocol: completions, template: gemma, model: m}}}}")
+    assert run_mm("--config", "c.yaml", "-p", "box", "--no-think", "hi").err == ""
 
 
 # ======================================================================================================================
@@ -1662,7 +1874,43 @@ def test_a_full_disk_is_one_line(serve, run_mm, option):
 def test_stats_are_a_line_after_the_answer(serve, run_mm):
     figures = usage(prompt_tokens=3412, completion_tokens=90, prompt_tokens_details={"cached_tokens": 3390})
     result = run_mm(*at(serve(stream(chunk("ok") + STOP + figures))), "--stats", "hi")
-    assert result.out == "ok\n" and all(figure in result.err for figure in ("3,412", "3,390", "90 tok"))
+    assert result.out == "ok\n" and all(figure in result.err for figure in ("3,412", "3,390", "90 tok")) and "\x1b" not in result.err
+
+
+def a_done(tokens=(812, 90), spent=(38.2, 4.1), **rows):
+    """A `done` with a timeline of these rows."""
+    line = mm.Timeline()
+    for kind, row in rows.items():
+        line.rows[kind][:len(row)] = row
+    details = {"prompt_tokens": 3412, "completion_tokens": sum(tokens), "prompt_tokens_details": {"cached_tokens": 3390}}
+    return {"usage": details, "timings": None, "tokens": tokens, "timeline": line,
+            "seconds": {"first_token": 0.4, "thinking": spent[0], "answer": spent[1], "total": 42.8}}
+
+
+def test_figures_show_thinking_and_answer_apart_with_their_tokens_over_time():
+    line = mm.figures(a_done(prompt=[1000, 2000], reasoning=[0, 0, 1, 2, 8], answer=[0, 0, 0, 0, 0, 4, 4]))
+    assert re.fullmatch(r"💭 38.2 s · 812 tok · 21 tok/s ▁▂█ 🤖 4.1 s · 90 tok · 22 tok/s ▄▄ · prompt 3,412 tok, 3,390 from cache ▄█"
+                        r" · first token after 0.4 s · 42.8 s in all", line)
+    assert mm.figures(a_done((0, 90), (0.0, 4.1), call=[3, 3])).startswith("🤖 4.1 s · 90 tok · 22 tok/s █")
+
+
+@pytest.mark.parametrize("columns", [24, 40, 79, 200])
+def test_figures_fit_into_a_narrow_terminal(columns):
+    lines = mm.figures(a_done(reasoning=[3] * 50, answer=[0] * 50 + [5] * 14), columns).split("\n")
+    parts = ["💭 38.2 s · 812 tok · 21 tok/s", "prompt 3,412 tok, 3,390 from cache", "42.8 s in all"]
+    assert all(any(part in line for line in lines) for part in parts)  # a figure is not cut in two
+    assert all(len(line) + sum(char in "💭🤖" for char in line) <= max(columns, 35) for line in lines)
+    assert columns < 200 or len(lines) < 3
+
+
+def test_the_timeline_keeps_every_token_however_long_it_takes():
+    line = mm.Timeline()
+    for second in (0, 1, 2, 3, 100, 100, 5000):
+        line.add("reasoning", 1, line.started + second)
+    line.add("held", 2, line.started + 5000)
+    line.settle("reasoning")
+    row = line.rows["reasoning"]
+    assert sum(row) == 9 and len(row) == mm.Timeline.SPANS and row[0] == 6 and row[int(5000 / line.span)] == 3
 
 
 def test_ctrl_c_in_one_shot_gives_130_and_leaves_the_terminal_as_it_was(serve, terminal):
@@ -1899,6 +2147,27 @@ def test_a_replay_has_the_exit_code_of_its_stream(run_mm, tmp_path, body, code):
     (tmp_path / "tap").write_bytes(body)
     result = run_mm("--replay", "tap")
     assert (result.code, result.err.count("\n")) == (code, code)
+
+
+def test_a_replay_tells_the_figures_that_the_stream_carries_and_no_time_of_its_own(run_mm, tmp_path):
+    timings = {"prompt_n": 20, "cache_n": 5, "prompt_ms": 1500.0, "predicted_n": 40, "predicted_ms": 8000.0}
+    (tmp_path / "tap").write_bytes(chunk(reasoning="a") * 3 + chunk("ok") + STOP + sse({"choices": [], "timings": timings}) + DONE)
+    result = run_mm("--replay", "tap", "--stats")
+    assert [part in result.err for part in ("6.0 s · 30 tok · 5 tok/s", "2.0 s · 10 tok", "prompt 25 tok, 5 from cache", "9.5 s in all")] == [True] * 4
+    (tmp_path / "tap").write_bytes(OK)
+    assert " s" not in run_mm("--replay", "tap", "--stats").err
+    odd = {"prompt_ms": "1", "predicted_ms": -5, "predicted_n": True, "prompt_n": 1e308}
+    (tmp_path / "tap").write_bytes(chunk("ok") + STOP + sse({"choices": [], "timings": odd, "usage": {"completion_tokens": "x"}}) + DONE)
+    assert "1 tok" in run_mm("--replay", "tap", "--stats").err
+
+
+def test_a_replay_is_paced_on_a_terminal_alone(run_mm, terminal, tmp_path):
+    (tmp_path / "tap").write_bytes(chunk("word ") * 3000 + STOP + DONE)  # a minute, for a person
+    assert run_mm("--replay", "tap").out == "word " * 3000 + "\n"
+    screen = terminal("--replay", "tap")
+    screen.expect("word word")
+    screen.send("\x03")
+    assert screen.code() == 130 and "Traceback" not in screen.shown and termios.tcgetattr(screen.slave) == screen.attributes
 
 
 # ======================================================================================================================
@@ -3291,14 +3560,157 @@ def test_ctrl_c_hit_in_haste_never_ends_a_conversation(serve, terminal):
     assert "one" in str(strict(server.posts[1]))
 
 
-@pytest.mark.parametrize("config, key", [("reasoningEcho: true", "reasoningEcho"), ("providers: {box: {url: URL, thinkTags: true}}", "thinkTags"),
-                                         ("providers: {box: {url: URL, protocol: completions}}", "completions"), ("providers: {box: {url: URL}}", "")])
-def test_a_setting_that_is_for_a_later_version_is_not_passed_over_in_silence(serve, run_mm, tmp_path, config, key):
-    server = serve(stream(OK))
-    (tmp_path / "c.yaml").write_text(config.replace("URL", f"'{server.url}'"))
-    result = run_mm("--config", "c.yaml", *(["-p", "box", "-m", "m"] if "box" in config else at(server)), "hi")
-    assert result.code == 0 and ("no effect" in result.err) == bool(key) and key in result.err
+# ======================================================================================================================
+# 9. Thinking that goes back
+# ======================================================================================================================
 
+def qwen(messages):
+    """A prompt as Qwen3's template makes it: of thinking, only what follows the last question."""
+    last = max(place for place, message in enumerate(messages) if message["role"] == "user")
+    return "".join(message["content"] + message.get("reasoning_content", "") * (place > last) for place, message in enumerate(messages))
+
+
+def everything(messages):
+    return json.dumps(messages)
+
+
+def nothing(messages):
+    return "".join(message["content"] for message in messages)
+
+
+LOOKED = chunk(reasoning="I look") + call(index=0, id="a", name="list_files", arguments="{}") + chunk(finish="tool_calls") + DONE
+THEN = chunk(reasoning="I see") + OK
+
+
+def thinker(server, box, provider="llamacpp", **values):
+    return agent(server, box, provider, reasoningEcho=True, compactAt=0, **values)
+
+
+def echoed(post, field="reasoning_content"):
+    return [message.get(field) for message in post.body["messages"] if message["role"] == "assistant"]
+
+
+@pytest.mark.parametrize("provider, field", [("llamacpp", "reasoning_content"), ("dmr", "reasoning_content"), ("lmstudio", "reasoning_content"),
+                                             ("ollama", "reasoning"), ("vllm", "reasoning"), ("openrouter", None), ("", None)])
+def test_thinking_goes_back_to_a_local_server_in_the_field_that_it_reads(serve, box, provider, field):
+    server = serve(stream(LOOKED), stream(THEN), stream(OK))
+    conversation = thinker(server, box("y"), provider)
+    ask(conversation)
+    ask(conversation, "and?")
+    fields = [sorted(set(message) & {"reasoning_content", "reasoning", "thought"}) for message in server.arrived(3).body["messages"]]
+    assert fields == [[], [field] if field else [], [], [field] if field else [], []]
+    assert [message[field] for message in server.posts[2].body["messages"] if field in message] == (["I look", "I see"] if field else [])
+
+
+def test_without_the_setting_no_byte_of_a_request_is_another(serve, box):
+    bodies = []
+    for thought in (chunk(reasoning="I look"), b""):
+        server = serve(stream(thought + LOOKED.replace(chunk(reasoning="I look"), b"")), stream(OK))
+        ask(agent(server, mm.Toolbox(["list_files"]), "llamacpp"))
+        bodies.append(json.dumps(server.arrived(2).body))
+        assert not [get for get in server.gets if "template" in get.path]
+    assert bodies[0] == bodies[1] and "reasoning_content" not in bodies[0]
+
+
+@pytest.mark.parametrize("render, sent", [(everything, [["I look"], ["I look", "I see"]]), (qwen, [["I look"], [None, None]]),
+                                          (nothing, [[None], [None, None]]), (None, [["I look"], ["I look", "I see"]])])
+def test_the_template_decides_which_thinking_is_sent_and_counted(serve, box, render, sent):
+    def played(thought, more):
+        return stream(thought.replace(DONE, b"") + usage(prompt_tokens=100, completion_tokens=50, completion_tokens_details={"reasoning_tokens": 40}) + more)
+    server = serve(played(LOOKED, DONE), played(THEN, DONE), stream(OK))
+    server.render = render
+    conversation = thinker(server, box("y"))
+    turn = conversation.ask("hi")
+    for event in turn:
+        if event["type"] == "tool_result":
+            size = conversation.size()  # 100 of the prompt, 10 of the call, some of the result; 40 of the thinking
+    assert (150 <= size < 190) == (sent[0] != [None]) and 110 <= size < 190
+    ask(conversation, "and?")
+    assert [echoed(server.arrived(number)) for number in (2, 3)] == sent
+    assert len([get for get in server.gets if get.path == "/apply-template"]) == 1
+
+
+def test_where_a_server_cannot_render_its_props_tell_what_it_keeps(tell):
+    for kept, told in ((True, "all"), (False, ""), (None, "")):
+        server = tell(pages={}) if kept is None else tell(stream(OK), pages={"/props?model=m&autoload=false": {
+            "chat_template_caps": {"supports_preserve_reasoning": kept}}})
+        assert mm.thoughts_rendered(backend_of("llamacpp", server.url), []) == told
+    assert mm.thoughts_rendered(backend_of("ollama"), []) == ""
+
+
+def test_thinking_goes_to_the_model_that_made_it_alone(serve, box):
+    other = OK.replace(b'"m"', b'"n"')
+    server = serve(stream(THEN), stream(OK), stream(other), stream(other), stream(OK))
+    conversation = thinker(server, box())
+    ask(conversation)
+    conversation.backend.model = "other"
+    ask(conversation)
+    assert echoed(server.arrived(2)) == [None]
+    conversation.backend.model = "m"
+    ask(conversation)
+    assert echoed(server.arrived(3)) == ["I see", None]
+    ask(conversation)  # behind that name is another model now
+    assert echoed(server.arrived(4)) == [None, None, None]
+
+
+def test_what_mm_itself_parted_from_the_answer_does_not_go_back(serve, box):
+    server = serve(stream(chunk("<think>hm</think>ok") + STOP), stream(OK))
+    conversation = thinker(server, box())
+    conversation.backend.entry["thinkTags"] = True
+    conversation = mm.Conversation(conversation.backend, conversation.settings)
+    assert text(ask(conversation), "reasoning") == "hm"
+    ask(conversation)
+    assert echoed(server.arrived(2)) == [None]
+
+
+def test_no_message_goes_back_with_thinking_alone(serve, box):
+    server = serve(stream(chunk(reasoning="hm") + STOP), stream(OK))
+    conversation = thinker(server, box())
+    ask(conversation)
+    ask(conversation, "again")
+    assert [message["role"] for message in server.arrived(2).body["messages"]] == ["user"]
+
+
+REFUSED = "Cannot pass both content and thinking in an assistant message with tool calls!"
+
+
+@pytest.mark.parametrize("status, words, again", [(500, REFUSED, True), (400, "template error: reasoning_content", True),
+                                                  (500, "Failed to parse input at pos 3: thinking", False), (500, "out of memory", False)])
+def test_a_template_that_refuses_thinking_gets_none_from_then_on(serve, box, status, words, again):
+    refusal = reply(status, {"error": {"message": words}})
+    server = serve(stream(LOOKED), refusal, stream(THEN), stream(OK))
+    conversation = thinker(server, box("y"))
+    events = ask(conversation)
+    if not again:
+        assert kinds(events)[-2:] == ["error", "done"] and len(server.posts) == 2
+        return
+    assert text(events) == "ok" and kinds(events).count("notice") == 1
+    assert "notice" not in kinds(ask(conversation, "and?"))
+    assert [echoed(server.arrived(number)) for number in (2, 3, 4)] == [["I look"], [None], [None, None]]
+
+
+def test_an_overflow_first_takes_the_thinking_out_then_sums_up_then_says_the_two_numbers(serve, box):
+    full = reply(400, {"error": {"message": "too long", "type": "exceed_context_size_error", "n_prompt_tokens": 1823, "n_ctx": 1024}})
+    summary = stream(chunk("all was well") + STOP)
+    server = serve(stream(THEN), full, full, summary, full)
+    conversation = thinker(server, box())
+    conversation.settings.values["compactAt"] = 0.8
+    ask(conversation)
+    events = ask(conversation, "and?")
+    assert [echoed(post) for post in server.posts] == [[], ["I see"], [None], [], []]
+    assert "all was well" in json.dumps(server.posts[4].body) and "I see" not in json.dumps(server.posts[3].body)
+    assert error(events)[0] == "overflow" and "1,823" in error(events)[1] and "1,024" in error(events)[1] and len(server.posts) == 5
+
+
+def test_a_saved_session_does_not_hold_the_thinking(serve, run_mm, tmp_path):
+    server = serve(stream(THEN), stream(OK), stream(OK))
+    (tmp_path / "c.yaml").write_text("reasoningEcho: true")
+    result = run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-i", stdin="hi\nand?\n")
+    assert result.code == 0 and echoed(server.arrived(2)) == ["I see"]
+    saved = b"".join(path.read_bytes() for path in (tmp_path / ".local/state/mm/sessions").iterdir())
+    assert b"and?" in saved and b"I see" not in saved and b"thought" not in saved
+    run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-c", "more")
+    assert echoed(server.arrived(3)) == [None, None]
 
 # ======================================================================================================================
 # A real llama-server: make live LLAMA_URL="http://127.0.0.1:8080/v1 ..."
@@ -3344,6 +3756,27 @@ def test_a_real_server_reads_only_what_is_new_from_the_second_question_on(ask_ll
     result = ask_llama("-o", "max_tokens=12", "-i", "--json", stdin=f"{text}\nand now?\n")
     first, second = [e["timings"] for e in result.events if e["type"] == "done"]
     assert second["cache_n"] > 100 and second["prompt_n"] < first["prompt_n"] + first["cache_n"]
+
+
+@pytest.mark.live
+def test_a_raw_prompt_is_byte_for_byte_what_a_real_server_s_chatml_template_makes(llama):
+    import requests
+    url, headers = llama[3], {"Authorization": f"Bearer {os.environ.get('LLAMA_KEY', '')}"}
+    history = [user("Name a river."), assistant("The Po.\n\n  It is in Italy."), user("né? <b>\n```x```")]
+    messages = mm.to_messages(history, "Be brief.")
+    answer = requests.post(url.replace("/v1", "/apply-template"), json={"messages": messages}, headers=headers, timeout=PATIENCE)
+    if answer.status_code != 200 or "<|im_start|>" not in answer.json()["prompt"]:
+        pytest.skip(f"{url} has no chatml template")
+    prompt = answer.json()["prompt"]
+    opened = mm.THINK_OPENED if prompt.endswith(mm.THINK_OPENED) else ""
+    assert mm.as_prompt(messages, mm.TEMPLATES["chatml"]) + opened == prompt
+
+
+@pytest.mark.live
+def test_a_real_server_answers_a_raw_prompt(ask_llama, llama, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"providers: {{raw: {{like: llamacpp, url: '{llama[3]}', protocol: completions, template: chatml}}}}")
+    result = ask_llama("--config", str(tmp_path / "c.yaml"), "-p", "raw", "--url", "", "-o", "max_tokens=30", "--no-think", "--json", "Say hello.")
+    assert result.code == 0 and text(result.events) and result.events[-1]["timings"]["predicted_n"] > 0
 
 
 @pytest.mark.live
