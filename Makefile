@@ -7,7 +7,7 @@ demo: .venv/requests
 	.venv/bin/python mm.py --demo "What will I see when a model thinks?"
 
 test: .venv/tests
-	.venv/bin/python -m pytest -q -m "not live" test_mm.py
+	.venv/bin/python -m pytest -q -m "not live and not matrix and not fuzz and not endurance" test_mm.py
 
 live: .venv/tests
 	.venv/bin/python -m pytest -q -rs -m live test_mm.py

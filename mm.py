@@ -326,7 +326,8 @@ def take_file(settings, path, named_by):
         if KEY_LIKE.match(key):
             faults.append(f"{where}: {KEY_IN_FILE}")
         elif key not in SETTINGS:
-            settings.notices.append(f"{where}: unknown key{did_you_mean(key, SETTINGS)}")
+            below = " (it belongs below `providers: NAME:`)" if key in PROVIDER_KEYS else did_you_mean(key, SETTINGS)
+            settings.notices.append(f"{where}: unknown key{below}")
         elif not not_set(value):
             try:
                 settings.put(key, value, where)
@@ -355,7 +356,8 @@ def take_providers(entries, where, notices):
             if KEY_LIKE.match(key):
                 faults.append(f"{at}: {KEY_IN_FILE}")
             elif key not in PROVIDER_KEYS:
-                notices.append(f"{at}: unknown key{did_you_mean(key, PROVIDER_KEYS)}")
+                above = " (it belongs at the top of the file)" if key in SETTINGS else did_you_mean(key, PROVIDER_KEYS)
+                notices.append(f"{at}: unknown key{above}")
             elif key == "apiKeyEnv" and not not_set(value) and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(value)):
                 faults.append(f"{at}: wants the name of an environment variable (its value is not shown here)")
             elif not not_set(value) or key == "fallback" and value == []:
@@ -524,8 +526,10 @@ def decoded(raw):
 
 def refuses_thoughts(error):
     """Whether a refusal is about the template or the thinking in a history; `Failed to parse input` is about what the model said."""
-    return (error.kind == "server" and error.again in ("", "stream") and "Failed to parse input" not in error.message
-            and re.search(r"(?i)template|jinja|reasoning|thinking|thought", error.message) is not None)
+    if error.kind not in ("server", "not_found") or "Failed to parse input" in error.message:
+        return False
+    plain = error.kind == "server" and error.again in ("", "stream")  # else the field itself must be named
+    return re.search(r"(?i)template|jinja|reasoning|thinking|thought" if plain else r"reasoning_content|\breasoning\b", error.message) is not None
 
 
 def explain(status, body, backend, url, wait=None):
@@ -1560,7 +1564,7 @@ class ThinkTags:
         self.rest = ""    # what could still become a tag
         self.held = []    # what is thinking if a closing tag comes, and else the answer
         self.quoted = None  # what came after a closing tag in quoted code, as that quote may never end
-        self.fenced, self.head, self.ticks = False, "", 0  # in a fenced block; the line's first characters, its backticks
+        self.fenced, self.head, self.ticks, self.last = False, "", 0, ""  # in a fenced block; the line's beginning, backticks, last character
 
     def feed(self, text):
         """Yields ("reasoning" or "answer", text) for what is settled, ("held", text) for what is not."""
@@ -1590,7 +1594,7 @@ class ThinkTags:
         """The text without the tag that it begins with; "" until that can be told."""
         start = text.lstrip()
         if any(tag.startswith(start) for tag in (THINK, THINK_END)):
-            self.rest = text
+            self.rest = text[-100:]
             return ""
         self.begun = True
         if start.startswith(THINK):
@@ -1618,19 +1622,29 @@ class ThinkTags:
     def look_for_code(self, text):
         for place, row in enumerate(text.split("\n")):
             if place:  # the line before it has ended
-                self.fenced ^= self.head == "```"
+                self.fenced ^= self.is_fence()
                 self.head, self.ticks = "", 0
-            self.head = (self.head + row[:100]).lstrip()[:3] if len(self.head) < 3 else self.head
+            self.head = (self.head + row[:100]).lstrip(" \t-*+>0123456789.)")[:3] if len(self.head) < 3 else self.head
             self.ticks += row.count("`")
+        self.last = text[-1:] or self.last
+
+    def is_fence(self):
+        return self.head == "```" and self.ticks < 6  # ```so``` stands within a line
 
     def in_code(self):
-        return self.fenced or self.head == "```" or self.ticks % 2 == 1
+        """Whether a tag here is quoted. A lone backtick is no quote of shown thinking, unless the tag follows it at once."""
+        quoted = self.ticks % 2 == 1 and not self.is_fence() and (self.state == "unsure" or self.last == "`")
+        return quoted or self.fenced != self.is_fence()
 
     def end(self, whole=True):
         """The same for what is left. whole: the stream has ended as it should, so that what was held is the answer."""
-        text, state, held, quoted = self.rest, self.state, self.held, self.quoted
+        text, state, held, quoted, open_quote = self.rest, self.state, self.held, self.quoted, self.in_code()
         self.__init__("answer")
-        if state == "unsure":
+        if state == "unsure" and quoted and open_quote:  # the quote never ended, so the tag was one
+            thought, _, answer = "".join([*held, text]).rpartition(THINK_END)
+            yield "reasoning", thought.rstrip()
+            yield "answer", answer.lstrip()
+        elif state == "unsure":
             yield "answer" if whole else "reasoning", "".join([*held, text])
         elif state == "thinking":
             yield "reasoning", text.rstrip()
@@ -1646,11 +1660,12 @@ def split_thinking(incoming, tags):
             if kind == "reasoning" and not tags.begun:
                 tags.state = "leading"  # the server parts it itself, but may leave the closing tag behind
             if kind == "answer":
-                yield from tags.feed(value)
+                yield from list(tags.feed(value)) or [("held", "")]  # white space that is dropped is a sign of life
             else:
                 if kind in ("call", "finish"):
                     yield from (delta for delta in tags.end() if delta[1])
                 yield kind, value
+        yield from (delta for delta in tags.end() if delta[1])
     except MMError:
         yield from (delta for delta in tags.end(whole=False) if delta[1])
         raise
@@ -1959,7 +1974,8 @@ class Protocol:
     def stream(self, body, line, tap, notice, think=None):
         """Posts bytes; -> an iterator of deltas. Raises MMError.
 
-        tap: an open file or None; notice: told what went wrong there; think: as the body was made.
+        tap: an open file or None; notice: told what went wrong there; think: as the body was made, or "unseen" for a summary, whose
+        text nobody watches, so that it can be parted late.
         """
         from http.client import HTTPException
         url, answered = self.backend.endpoint(self.path), False
@@ -2031,7 +2047,7 @@ class ChatCompletions(Protocol):
 
     def tags(self, think):
         """Where ThinkTags begin, or "" where the server parts the thinking itself."""
-        return {True: "thinking", False: "leading", None: "unsure"}[think] if self.backend.entry["thinkTags"] else ""
+        return {True: "thinking", False: "leading"}.get(think, "unsure") if self.backend.entry["thinkTags"] else ""
 
 
 TEMPLATES = {  # format: for each role what stands before and after its text; how the model's turn begins, and the token that ends it
@@ -2086,7 +2102,7 @@ class RawCompletions(Protocol):
         return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]], **limit, **optional}
 
     def tags(self, think):
-        return {True: "thinking", False: "answer", None: "leading"}[self.opens(think)]
+        return {True: "thinking", False: "answer"}.get(self.opens(think), "leading")
 
 
 PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
@@ -2121,16 +2137,17 @@ def retry_after(headers):
 class GgufHeader:
     """The key-value pairs at the head of a GGUF file; what follows them is not read.
 
-    values: those that are text or numbers; places: where an array of texts begins, and how many there are.
+    values: the numbers, and the chat template; places: where an array of texts begins, and how many there are.
     Raises ValueError with what is wrong. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
 
     NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
     TEXT, ARRAY = 8, 9
-    MOST = 1 << 24  # of anything; a template has some thousand characters, a vocabulary some hundred thousand words
+    MOST = 1 << 24  # bytes of a text
+    MOST_ITEMS = 1 << 23  # keys and texts altogether; a vocabulary has some hundred thousand
 
     def __init__(self, file):
-        self.file, self.order, self.values, self.places = file, "<", {}, {}
+        self.file, self.order, self.values, self.places, self.items = file, "<", {}, {}, 0
         if file.read(4) != b"GGUF":
             raise ValueError("this is no GGUF file")
         version = self.number("I")
@@ -2139,13 +2156,17 @@ class GgufHeader:
         if version not in (2, 3):
             raise ValueError(f"this is GGUF version {version}: mm reads 2 and 3")
         self.number("Q")  # of tensors
-        for _ in range(self.length()):
+        for _ in range(self.counted(self.number("Q"))):
             key = self.text()
             kind = self.number("I")
             if kind == self.ARRAY:
                 self.skip_array(key)
+            elif kind != self.TEXT:
+                self.values[key] = self.number(self.format(kind))
+            elif key == "tokenizer.chat_template":
+                self.values[key] = self.text()
             else:
-                self.values[key] = self.text() if kind == self.TEXT else self.number(self.format(kind))
+                self.skip_texts(1)
 
     def format(self, kind):
         if kind not in self.NUMBERS:
@@ -2158,6 +2179,12 @@ class GgufHeader:
         if len(raw) < struct.calcsize(self.order + form):
             raise ValueError("the file ends within its header")
         return struct.unpack(self.order + form, raw)[0]
+
+    def counted(self, items):
+        self.items += items
+        if self.items > self.MOST_ITEMS:
+            raise ValueError("the header is damaged")
+        return items
 
     def length(self):
         length = self.number("Q")
@@ -2172,17 +2199,16 @@ class GgufHeader:
             raise ValueError("the file ends within its header")
         return raw.decode("utf-8", "replace")
 
-    def skip_array(self, key=None, depth=0):
+    def skip_array(self, key):
         import struct
-        kind, count = self.number("I"), self.length()
+        kind, count = self.number("I"), self.number("Q")
         if kind == self.TEXT:
-            self.places[key] = self.file.tell(), count
+            self.places[key] = self.file.tell(), self.counted(count)
             self.skip_texts(count)
-        elif kind == self.ARRAY and depth < 8:
-            for _ in range(count):
-                self.skip_array(None, depth + 1)
+        elif count > 1 << 40:
+            raise ValueError("the header is damaged")
         else:
-            self.file.seek(count * struct.calcsize(self.format(kind)), 1)
+            self.file.seek(count * struct.calcsize(self.format(kind)), 1)  # arrays of arrays are in no known model
 
     def skip_texts(self, count):
         for _ in range(count):
@@ -2583,7 +2609,7 @@ class Reply:
         self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0, "held": 0.0}
         self.started = self.last = time.monotonic()
         self.first_token = None
-        self.read = 0  # prompt tokens
+        self.read, self.read_at = 0, self.started  # prompt tokens, and when they were told
 
     def count(self, kind):
         """Counts a delta as a token, which it is on every server that mm knows, and the time since the last one to its kind."""
@@ -2603,8 +2629,11 @@ class Reply:
         self.timeline.settle(kind)
 
     def count_prompt(self, processed):
-        self.timeline.add("prompt", max(0, processed - self.read), time.monotonic())
-        self.read = max(processed, self.read)
+        """Spreads what was read since the last report over the time since then: llama.cpp tells it once in 2,048 tokens."""
+        now, new, parts = time.monotonic(), max(0, processed - self.read), 32
+        for part in range(parts):
+            self.timeline.add("prompt", new * (part + 1) // parts - new * part // parts, self.read_at + (now - self.read_at) * (part + 1) / parts)
+        self.read, self.read_at = max(processed, self.read), now
 
     def produced_tokens(self):
         """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta is a token."""
@@ -2622,9 +2651,25 @@ def prompt_tokens(usage, timings):
     return as_int(usage.get("prompt_tokens")) or as_int(timings.get("prompt_n")) + as_int(timings.get("cache_n"))
 
 
+def settled_at_the_end(incoming):
+    """Deltas; what was held when the stream was stopped or fell silent is shown as the thinking that it may be."""
+    held = []
+    try:
+        for kind, value in incoming:
+            if kind == "held":
+                held.append(value)
+            elif kind in ("reasoning", "answer"):
+                held.clear()
+            yield kind, value
+    except MMError:
+        if any(held):
+            yield "reasoning", "".join(held)
+        raise
+
+
 def read_reply(incoming, reply):
     """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's own `waiting`."""
-    for kind, value in incoming:
+    for kind, value in settled_at_the_end(incoming):
         if kind in ("reasoning", "answer"):
             if reply.tokens["held"]:
                 reply.settle(kind)
@@ -2637,7 +2682,7 @@ def read_reply(incoming, reply):
             yield {"type": kind, "text": value}
         elif kind == "waiting":
             yield {"type": "waiting", "seconds": value}
-        elif kind == "held":
+        elif kind == "held" and value:
             reply.count(kind)
             yield {"type": "waiting", "seconds": 0.0, "held": value}
         elif kind == "call":
@@ -2795,7 +2840,7 @@ class Conversation:
             reply = Reply(None if request else self.timeline, self.keeps_thoughts)
             self.replies.append(reply)
             try:
-                yield from self.read(reply, (request or self.request)(), False if request else self.think)
+                yield from self.read(reply, (request or self.request)(), "unseen" if request else self.think)
                 return reply
             except MMError as error:
                 if not request and reply.first_token is None and (yield from self.give_up_thoughts(error)):
@@ -2870,7 +2915,7 @@ class Conversation:
         """The label of a whole reply's thinking, for its message."""
         text = "".join(reply.thought or [])
         maker = self.backend.model, reply.model
-        return {"thought": {"text": text, "maker": maker, "tokens": reply.produced_tokens()[0]}} if text.strip() else {}
+        return {"thought": {"text": text, "maker": maker, "tokens": max(1, reply.produced_tokens()[0])}} if text.strip() else {}
 
     def echo(self):
         """echo_rules() for the next request; the server is asked what its template renders once there is something to send."""
@@ -3403,7 +3448,8 @@ class Person:
                 self.status(f"running · {event['seconds']:.0f} s · Ctrl-C ends it")
         elif self.unsure:
             room = max(0, self.side.columns() - 40) // 2  # a character can be two columns wide
-            self.status(f"thinking or answering · {waited:.0f} s · {one_line(self.unsure.translate(VISIBLE))[-room:]}")
+            shown = one_line(self.unsure.translate(VISIBLE))
+            self.status(f"thinking or answering · {waited:.0f} s · {shown[max(0, len(shown) - room):]}")
         elif self.hidden:
             self.status(f"thinking · {waited:.0f} s · {self.hidden:,} tokens")
         elif self.progress is not None:
@@ -3539,19 +3585,20 @@ def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅�
     rows = {} if line is None else {"prompt": line.rows["prompt"], "thinking": line.rows["reasoning"],
                                     "answer": [a + b for a, b in zip(line.rows["answer"], line.rows["call"])]}
     most = max(max(rows["thinking"]), max(rows["answer"]), 1) if rows else 1  # of tokens in a span: one scale for both
-    cells = min(48, columns // 2 or 48) / max(1, sum(map(len, map(spanned, rows.values()))))  # of the screen, for a span
+    cells = min(48, columns // 3 or 48) / max(1, sum(map(len, map(spanned, rows.values()))))  # of the screen, for a span
     parts = []
     for mark, key, tokens in ((marks[0], "thinking", done["tokens"][0]), (marks[1], "answer", done["tokens"][1])):
         if tokens:
             times = [f"{seconds[key]:.1f} s"] if seconds[key] else []
             speed = [f"{tokens / seconds[key]:,.0f} tok/s"] if (seconds[key] or 0) > 0.05 else []
-            parts += [mark + " · ".join([*times, f"{tokens:,} tok", *speed])] + sparkline(rows.get(key, []), most, cells, blocks)
+            told = [mark + " · ".join([*times, f"{tokens:,} tok", *speed])]
+            parts += beside(told, sparkline(rows.get(key, []), most, cells, blocks), columns)
     details = usage.get("prompt_tokens_details")
     cached = as_int(details.get("cached_tokens")) if isinstance(details, dict) else as_int(timings.get("cache_n"))
     prompt = prompt_tokens(usage, timings)
     if prompt:
-        parts += ["· " + f"prompt {prompt:,} tok" + (f", {cached:,} from cache" if cached else "")]
-        parts += sparkline(rows.get("prompt", []), max(rows.get("prompt", [0])), cells, blocks)
+        told = ["· " + f"prompt {prompt:,} tok" + (f", {cached:,} from cache" if cached else "")]
+        parts += beside(told, sparkline(rows.get("prompt", []), max(rows.get("prompt", [0])), cells, blocks), columns)
     if seconds["first_token"] is not None:
         parts.append(f"· first token after {seconds['first_token']:.1f} s")
     if seconds["total"] is not None:
@@ -3576,13 +3623,23 @@ def sparkline(row, most, cells, blocks):
     return ["".join(blocks[max(0, -int(-mean * len(blocks) // most) - 1)] for mean in means)]  # rounded up
 
 
+def fits(text, columns):
+    """Whether a text is at most so many columns wide, where an emoji takes two; 0 is no limit."""
+    return not columns or sum(1 + (ord(char) > 0x1F000) for char in text) <= columns
+
+
+def beside(told, bar, columns):
+    """Figures and their line of blocks as one part where that fits into a line, else as two."""
+    joined = " ".join(told + bar)
+    return [joined] if fits(joined, columns) else told + bar
+
+
 def wrapped(parts, columns):
-    """Parts in lines of at most so many columns, where each part fits into one; an emoji takes two."""
+    """Parts in lines of at most so many columns, where each part fits into one."""
     lines = []
     for part in parts:
         joined = f"{lines[-1]} {part}" if lines else part
-        wide = sum(1 + (ord(char) > 0x1F000) for char in joined)
-        if lines and not (columns and wide > columns):
+        if lines and fits(joined, columns):
             lines[-1] = joined
         else:
             lines.append(part[2:] if part.startswith("· ") else part)
@@ -3988,8 +4045,11 @@ def start_demo():
     return f"http://127.0.0.1:{server.server_address[1]}/v1"
 
 
-def replay(path):
-    """The events of a recorded stream, or of several, one after another. Raises MMError("config") if it cannot be read."""
+def replay(path, tags=""):
+    """The events of a recorded stream, or of several, one after another. Raises MMError("config") if it cannot be read.
+
+    tags: where ThinkTags begin, or "" for a stream whose server parted the thinking.
+    """
     raw = read_bytes(path, "--replay")
     ends = [0, *(match.end() for match in re.finditer(rb"(?m)^data:[ ]?\[DONE\]\s*", raw)), len(raw)]
     streams = [raw[start:end] for start, end in zip(ends, ends[1:]) if start < end] if raw[:2] != b"\x1f\x8b" else [raw]
@@ -3999,7 +4059,9 @@ def replay(path):
         reply = Reply()
         replies.append(reply)
         try:
-            yield from read_reply(deltas(filter(None, [stream]), backend, path), reply)
+            incoming = deltas(filter(None, [stream]), backend, path)
+            shown = read_reply(split_thinking(incoming, ThinkTags(tags)) if tags else incoming, reply)
+            yield from (event for event in shown if event["type"] != "waiting")
             calls = reply.calls.finished() if reply.finish != "length" else []
             for call in calls:
                 if call["arguments"] is not None:
@@ -4107,7 +4169,7 @@ def sampling_options(pairs):
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise MMError("config", f"-o {one_line(pair, 60)}: wants KEY=VALUE")
-        if key in ("model", "messages", "tools"):
+        if key in ("model", "messages", "tools", "prompt"):
             raise MMError("config", f"-o {one_line(pair, 60)}: mm fills in {key} itself")
         field = json_or_text(value)
         for part in reversed(key.split(".")):
@@ -4227,7 +4289,7 @@ def settings_of(args):
 def run(args, view):
     """Carries out a parsed command line; -> exit code. Raises MMError."""
     if args.replay:
-        return show_all(replay(args.replay), view, 0.0 if args.json or not view.out.terminal else PACE)
+        return show_all(replay(args.replay, replay_tags(settings_of(args))), view, 0.0 if args.json or not view.out.terminal else PACE)
     if args.template_of:
         return show_template(args.template_of, view)
     if args.sessions:
@@ -4256,13 +4318,19 @@ def run(args, view):
     if backend.entry["protocol"] == "completions":
         notices += [] if backend.entry["template"] else ["no template is named for the raw prompts: chatml is used (template in the config)"]
         notices += ["raw prompts take no tools, so the model will not hear of them"] if toolbox.names else []
-    if toolbox.names and backend.entry["tools"] and not wants_repl(args) and probe(backend)["tools"] is False:
+    elif toolbox.names and backend.entry["tools"] and not wants_repl(args) and probe(backend)["tools"] is False:
         notices.append(NO_TOOLS)
     tell(view, notices + think_notices(conversation))
     code = run_turn(conversation, conversation.ask(question), view) if question else 0
     if wants_repl(args):
         return Repl(conversation, view, session, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run()
     return code
+
+
+def replay_tags(settings):
+    """How the provider that a recording came from, if one is named, has its thinking parted (see Protocol.tags)."""
+    entry = provider_table(settings).get(settings["provider"].strip())
+    return PROTOCOLS[entry.get("protocol", "chat")](Backend("replay", entry, "http://replay")).tags(settings["think"]) if entry else ""
 
 
 def tell(view, notices):

@@ -28,6 +28,7 @@ import termios
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -92,7 +93,7 @@ def reply(status, body=b"", **headers):
 class Server:
     """A model server that plays a script for each POST, the last one again and again.
 
-    A script is a list of steps: bytes to send, seconds to pause, an Event to wait for, (bytes, seconds) to repeat until the
+    A script is a list of steps: bytes to send, seconds to pause, an Event to wait for, a function to call, (bytes, seconds) to repeat until the
     client leaves, "hang" (the same, silent), "reset". `posts` and `gets` are the requests in the order of their arrival.
     """
 
@@ -143,12 +144,17 @@ class Server:
         if words[1] == "/apply-template":
             return reply(200, {"prompt": self.render(request.body["messages"])}) if self.render else reply(404, {"error": "no such page"})
         if words[0] == "POST":
-            return self.scripts[min(place, len(self.scripts) - 1)]
+            return self.script(request, place)
         return reply(200, self.models) if words[1].endswith("/models") else reply(404, {"error": "no such page"})
+
+    def script(self, request, place):
+        return self.scripts[min(place, len(self.scripts) - 1)]
 
     def play(self, step, sock):
         if isinstance(step, bytes):
             sock.sendall(step)
+        elif callable(step):
+            step()
         elif isinstance(step, float):
             time.sleep(step)
         elif step == "reset":
@@ -223,12 +229,12 @@ def no_test_hangs():
 
 @pytest.fixture
 def start_mm(program, tmp_path):
-    """Starts mm with its output in pipes. redirect: what a shell shall do to its streams."""
+    """Starts mm with its output in pipes. redirect: what a shell shall do to its streams; prelude: what it shall do before."""
     started = []
 
-    def start(*args, stdin=None, env=None, redirect=""):
+    def start(*args, stdin=None, env=None, redirect="", prelude=""):
         started.append(subprocess.Popen(
-            ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, program, *args], env={**os.environ, **(env or {})},
+            ["sh", "-c", f'{prelude} exec "$@" {redirect}', "sh", sys.executable, program, *args], env={**os.environ, **(env or {})},
             cwd=tmp_path, stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE))
         return started[-1]
@@ -254,12 +260,12 @@ def run_mm(start_mm):
 class Terminal:
     """mm in a terminal of its own; `shown` is all that it wrote there."""
 
-    def __init__(self, command, env, cwd, redirect):
+    def __init__(self, command, env, cwd, redirect, prelude):
         self.master, self.slave = os.openpty()
         self.attributes = termios.tcgetattr(self.slave)
         self.shown, self.read = "", 0
         env = {**os.environ, **env, "TTY": os.ttyname(self.slave)}
-        self.process = subprocess.Popen(["sh", "-c", f'exec "$@" {redirect}', "sh", *command], env=env, cwd=cwd, start_new_session=True)
+        self.process = subprocess.Popen(["sh", "-c", f'{prelude} exec "$@" {redirect}', "sh", *command], env=env, cwd=cwd, start_new_session=True)
 
     def take(self, seconds=0.05):
         """Takes in what was written, waiting for it no longer than that; -> whether there was anything."""
@@ -310,8 +316,8 @@ class Terminal:
 def terminal(program, tmp_path):
     terminals = []
 
-    def start(*args, env={}, redirect='<"$TTY" >"$TTY" 2>&1'):
-        terminals.append(Terminal([sys.executable, program, *args], env, tmp_path, redirect))
+    def start(*args, env={}, redirect='<"$TTY" >"$TTY" 2>&1', prelude=""):
+        terminals.append(Terminal([sys.executable, program, *args], env, tmp_path, redirect, prelude))
         return terminals[-1]
     yield start
     for one in terminals:
@@ -1100,7 +1106,11 @@ def parted(state, *pieces, whole=True):
     ("unsure", "<think>a</think>b <think>c</think> </think>", "a", "b <think>c</think> </think>"),  # one block, and it leads
     ("thinking", "I add.\n</think>\n\n4", "I add.", "4"), ("thinking", "<think>I add.</think>4", "I add.", "4"),
     ("thinking", "I ad", "I ad", ""), ("thinking", "</think>4", "", "4"),
-    ("thinking", "a `</think>` b ```</think>``` c\n</think>4", "a `</think>` b ```</think>``` c", "4"),
+    ("thinking", "a `</think>` b\n```\n</think>\n``` c\n</think>4", "a `</think>` b\n```\n</think>\n``` c", "4"),
+    ("unsure", "Try\n```print(1)```\nok\n</think>\n\n4", "Try\n```print(1)```\nok", "4"),
+    ("unsure", "so\n- ```py\n  x\n  ```\nok</think>4", "so\n- ```py\n  x\n  ```\nok", "4"),
+    ("unsure", "so\n```\nx\n```</think>4", "so\n```\nx\n```", "4"), ("unsure", "so\n```\nx</think>4", "so\n```\nx", "4"),
+    ("thinking", "an odd ` here</think>4 `</think>`", "an odd ` here", "4 `</think>`"),
     ("thinking", "a\n```py\nb\n</think>4", "a\n```py\nb\n</think>4", "4"),  # a quote that never ends takes no answer away
     ("leading", "<think>\n\n</think>\n\n4", "", "4"), ("leading", "</think>4", "", "4"),
     ("leading", "a </think> b", "", "a </think> b"), ("answer", "<think>a</think>b", "", "<think>a</think>b"),
@@ -1117,6 +1127,19 @@ def test_text_that_may_be_thinking_is_held_and_no_answer_when_its_stream_breaks(
     events = [event for event in conversation.ask("hi") if event["type"] != "waiting" or "held" in event]
     assert [(event["type"], event.get("text") or event.get("held")) for event in events[:-1]] == [
         ("waiting", "I add"), ("reasoning", "I add"), ("retry", None), ("waiting", "I add"), ("reasoning", "I add"), ("answer", "4")]
+
+
+def test_held_text_is_shown_as_thinking_when_the_stream_falls_silent(serve):
+    conversation = talk(serve(stream(chunk("I add"), "hang")), watchdogTimeout=0.2)
+    conversation.backend.entry["thinkTags"] = True
+    events = ask(conversation)
+    assert text(events, "reasoning") == "I add" and error(events)[0] == "stalled"
+
+
+def test_an_unstreamed_answer_without_tags_is_whole(serve):
+    conversation = talk(serve(reply(200, {"choices": [{"message": {"role": "assistant", "content": "ok"}}]})))
+    conversation.backend.entry["thinkTags"] = True
+    assert text(ask(conversation)) == "ok"
 
 
 def test_held_text_is_a_sign_of_life(serve):
@@ -1471,7 +1494,7 @@ TEMPLATE = MODEL["tokenizer.chat_template"]
     ({**MODEL, "tokenizer.ggml.eot_token_id": 0}, {}, (TEMPLATE, "chatml", "<pad>")),
     ({**MODEL, "tokenizer.ggml.eos_token_id": 77}, {}, (TEMPLATE, "chatml", "")),
     ({**MODEL, "tokenizer.ggml.eos_token_id": "2"}, {}, (TEMPLATE, "chatml", "")),
-    ({**MODEL, "a": (9, struct.pack("<IQ", 5, 2) + b"12345678"), "b": (9, struct.pack("<IQIQ", 9, 1, 8, 0)), "c": (7, b"\1")}, {},
+    ({**MODEL, "a": (9, struct.pack("<IQ", 5, 2) + b"12345678"), "b": (9, struct.pack("<IQ", 8, 0)), "c": (7, b"\1")}, {},
      (TEMPLATE, "chatml", "<|im_end|>")),
     ({**MODEL, "tokenizer.chat_template": "<start_of_turn>"}, {}, ("<start_of_turn>", "gemma", "<|im_end|>")),
     ({**MODEL, "tokenizer.chat_template": "[INST]"}, {}, ("[INST]", "mistral", "<|im_end|>")),
@@ -1489,7 +1512,7 @@ def test_a_model_file_tells_its_template_and_its_end_of_turn(tmp_path, pairs, ho
     (gguf(MODEL, count=1 << 40), "damaged"), (gguf({"a": (77, b"")}), "damaged"), (gguf({"a": (8, b"\xff" * 8)}), "damaged"),
     (gguf({"a": (9, struct.pack("<IQ", 8, 1 << 60))}), "damaged"), (gguf({"general.name": "x"}), "no chat template"),
     (gguf({"tokenizer.chat_template": 5}), "no chat template"), (gguf({"split.no": 1}), "first file"),
-    (gguf({"a": (9, struct.pack("<IQ", 9, 1) * 40)}), "damaged"),
+    (gguf({"a": (9, struct.pack("<IQ", 9, 1) * 40)}), "damaged"), (gguf({"a": (9, struct.pack("<IQ", 0, 1 << 62))}), "damaged"),
 ])
 def test_a_file_that_tells_no_template_is_one_line(tmp_path, content, token):
     (tmp_path / "model.gguf").write_bytes(content)
@@ -2159,6 +2182,13 @@ def test_a_replay_tells_the_figures_that_the_stream_carries_and_no_time_of_its_o
     odd = {"prompt_ms": "1", "predicted_ms": -5, "predicted_n": True, "prompt_n": 1e308}
     (tmp_path / "tap").write_bytes(chunk("ok") + STOP + sse({"choices": [], "timings": odd, "usage": {"completion_tokens": "x"}}) + DONE)
     assert "1 tok" in run_mm("--replay", "tap", "--stats").err
+
+
+def test_a_replay_separates_the_tags_of_the_provider_that_is_named(run_mm, tmp_path):
+    (tmp_path / "tap").write_bytes(chunk("hm</think>ok") + STOP + DONE)
+    (tmp_path / "c.json").write_text('{"providers": {"box": {"like": "llamacpp", "thinkTags": true}}}')
+    assert run_mm("--replay", "tap", "--config", "c.json").out == "hm</think>ok\n"
+    assert run_mm("--replay", "tap", "--config", "c.json", "-p", "box").out == "ok\n"
 
 
 def test_a_replay_is_paced_on_a_terminal_alone(run_mm, terminal, tmp_path):
@@ -3711,6 +3741,341 @@ def test_a_saved_session_does_not_hold_the_thinking(serve, run_mm, tmp_path):
     assert b"and?" in saved and b"I see" not in saved and b"thought" not in saved
     run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-c", "more")
     assert echoed(server.arrived(3)) == [None, None]
+
+# ======================================================================================================================
+# Proof: every fault at every point, in every view (make matrix); mangled streams (make fuzz); long runs (make endurance)
+# ======================================================================================================================
+
+QUESTION = "the question of the matrix"
+BEGUN = sse({"prompt_progress": {"total": 9, "cache": 0, "processed": 3}, "choices": []})
+LOOKED_UP = call(index=0, id="a", name="hold", arguments='{"how": "short"}') + chunk(finish="tool_calls") + DONE
+POINTS = {  # where a fault strikes: what the server has said by then
+    "connecting": None,
+    "before the headers": [],
+    "reading the prompt": [HEAD + b"\r\n", BEGUN],
+    "thinking": [HEAD + b"\r\n", BEGUN + chunk(reasoning="hm")],
+    "answering": [HEAD + b"\r\n", BEGUN + chunk(reasoning="hm") + HALF],
+    "in a call's arguments": [HEAD + b"\r\n", BEGUN + call(index=0, id="a", name="hold", arguments='{"how": "sh')],
+    "between two calls": [],
+    "in a tool": [HEAD + b"\r\n", LOOKED_UP.replace(b"short", b"long")],
+    "summing up": [HEAD + b"\r\n", chunk("the sum")],
+    "saving": [HEAD + b"\r\n", OK],
+}
+STREAMING = ("reading the prompt", "thinking", "answering", "in a call's arguments", "summing up")
+ASKED = ("before the headers", "between two calls")
+FAULTS = {  # what breaks: where it can, what the server does then, the kind of the error
+    "refused": (("connecting",), None, "unreachable"),
+    "reset": ((*ASKED, *STREAMING), ["reset"], "interrupted"),
+    "silence": ((*ASKED, *STREAMING), ["hang"], "stalled"),
+    "half a line": (STREAMING, [b'data: {"choices": [{"del'], "interrupted"),
+    "an error event": (STREAMING, [LOST], "server"),
+    "garbage": ((*ASKED, *STREAMING), [b"\x00\xff\xfe{\r\n\r\ndata: {oops\n\n"], "protocol"),
+    "a 500": (ASKED, reply(500, {"error": {"message": "slot lost"}}), "server"),
+    "a trickle": (("reading the prompt", "thinking", "answering", "summing up"), [step for _ in range(4) for step in (chunk(reasoning="so "), 0.12)] + [OK], ""),
+    "SIGINT": ((*ASKED, *STREAMING, "in a tool"), ["hang"], "cancelled"),
+    "SIGTERM": ((*ASKED, *STREAMING, "in a tool"), ["hang"], ""),
+    "SIGKILL": ((*ASKED, *STREAMING, "in a tool", "saving"), ["hang"], ""),
+    "a closed pipe": (("thinking", "answering"), [0.3, chunk(reasoning="so "), 0.05, chunk("more "), 0.05, chunk("more "), 0.05, OK], ""),
+    "a full disk": (("saving",), [], ""),
+}
+VIEWS = ("terminal", "pipe", "json", "repl")
+MATRIX = [(view, fault, point) for fault, (points, _, _) in FAULTS.items() for point in points for view in VIEWS
+          if not (fault == "a closed pipe" and view not in ("pipe", "json"))]
+
+
+class Faulty(Server):
+    """A server that breaks at one point until it is `healed`; `reached` is set when it is there."""
+
+    def __init__(self, fault, point):
+        self.fault, self.point, self.healed, self.reached = fault, point, False, threading.Event()
+        super().__init__()
+
+    def script(self, request, place):
+        messages = request.body["messages"]
+        summing = messages[-1]["content"].startswith(mm.SUMMARY[:20])
+        if self.healed or self.point == "summing up" and not summing:
+            return stream(OK)
+        if self.point == "between two calls" and messages[-1]["role"] != "tool":
+            return stream(LOOKED_UP)
+        steps = POINTS[self.point]
+        return [*steps, self.reached.set, *([DONE] if self.point == "in a tool" else FAULTS[self.fault][1])]
+
+
+def prepared(tmp_path, server, fault, point):
+    """The arguments of mm for a case, its files made."""
+    hold = f"if [ {{how}} = long ]; then touch {tmp_path}/held; sleep 60; fi; echo looked"
+    (tmp_path / "c.json").write_text(json.dumps({
+        "contextWindow": 400 if point == "summing up" else 100_000, "watchdogTimeout": 0.4, "firstTokenTimeout": 0.4, "tools": ["hold"],
+        "commands": {"hold": {"description": "looks", "command": ["sh", "-c", hold], "parameters": {
+            "type": "object", "properties": {"how": {"type": "string", "enum": ["short", "long"]}}}}}}))
+    if point == "summing up":
+        folder = tmp_path / ".local/state/mm/sessions"
+        folder.mkdir(parents=True)
+        rows = [{"session": 1}, {"role": "user", "content": "before"}, {"role": "assistant", "content": "w " * 2000}]
+        (folder / "20200101-000000-aaaa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    url = server.url if point != "connecting" else "http://127.0.0.1:1/v1"
+    return ["--config", "c.json", "-p", "llamacpp", "--url", url, "-m", "m", "-y", *(["-c"] if point == "summing up" else [])]
+
+
+def kept(tmp_path):
+    """The history that is on disk."""
+    paths = sorted((tmp_path / ".local/state/mm/sessions").glob("*.jsonl"))
+    return mm.load_session(str(paths[-1]))[1] if paths else []
+
+
+def strike(fault, process, tmp_path, server, point):
+    """Waits until mm is at the point, and does what comes from outside."""
+    if not fault.startswith("SIG"):
+        return
+    assert server.reached.wait(PATIENCE)
+    deadline = time.monotonic() + PATIENCE
+    while point == "in a tool" and not (tmp_path / "held").exists() or point == "saving" and len(kept(tmp_path)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if point in STREAMING:
+        time.sleep(0.05)  # what was said is on its way
+    process.send_signal(getattr(signal, fault))
+
+
+def code_of(fault, point, view):
+    """The exit code that a case ends with."""
+    if fault in ("SIGTERM", "SIGKILL"):
+        return 143 if fault == "SIGTERM" else -9
+    if view == "repl" or fault in ("a trickle", "a full disk") or point == "summing up" and fault != "SIGINT":
+        return 0
+    if fault == "a closed pipe" and point == "thinking" and view == "pipe":
+        return 0  # the thinking goes to stderr, which nobody needs
+    return 130 if fault == "SIGINT" else 1
+
+
+def in_terminal(terminal, args, view, fault, point, server, tmp_path):
+    screen = terminal(*args, *([] if view == "repl" else [QUESTION]), prelude="ulimit -f 0;" if fault == "a full disk" else "")
+    if view == "repl":
+        screen.prompt()
+        screen.send(QUESTION + "\r")
+    strike(fault, screen.process, tmp_path, server, point)
+    if view == "repl" and fault not in ("SIGTERM", "SIGKILL"):
+        screen.expect("> ")
+        while screen.take(0.3):
+            pass
+        screen.read, server.healed = len(screen.shown), True
+        if point != "connecting":
+            screen.send("and then?\r")
+            screen.expect("ok")
+            screen.prompt()
+            strict(server.posts[-1])
+            assert QUESTION in json.dumps(server.posts[-1].body)
+        screen.send("\x04")
+    code = screen.code()
+    assert "Traceback" not in screen.shown
+    if fault != "SIGKILL":
+        assert termios.tcgetattr(screen.slave) == screen.attributes
+    return code, screen.shown, []
+
+
+def in_pipes(start_mm, args, view, fault, point, server, tmp_path):
+    process = start_mm(*args, *(["--json"] if view == "json" else []), QUESTION, prelude="ulimit -f 0;" if fault == "a full disk" else "")
+    if fault == "a closed pipe":
+        assert server.reached.wait(PATIENCE)
+        (process.stderr if point == "thinking" and view == "pipe" else process.stdout).close()
+    strike(fault, process, tmp_path, server, point)
+    shown, err, events = b"", b"", []
+    if fault != "a closed pipe":
+        shown, err = process.communicate(timeout=PATIENCE)
+    code = process.wait(PATIENCE)
+    assert b"Traceback" not in err and b"Exception ignored" not in err
+    if view == "json" and fault not in ("SIGKILL", "SIGTERM", "a closed pipe"):
+        events = [json.loads(line) for line in shown.decode().splitlines()]
+        assert events[-1]["type"] == "done"
+    return code, shown.decode() + err.decode(), events
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("view, fault, point", MATRIX)
+def test_whatever_breaks_wherever_nothing_is_lost(start_mm, terminal, tmp_path, view, fault, point):
+    server = Faulty(fault, point)
+    try:
+        args = prepared(tmp_path, server, fault, point)
+        run = in_terminal if view in ("terminal", "repl") else in_pipes
+        code, shown, events = run(start_mm if run is in_pipes else terminal, args, view, fault, point, server, tmp_path)
+        assert code == code_of(fault, point, view), shown
+        kinds_told = [event["kind"] for event in events if event["type"] == "error"]
+        expected = FAULTS[fault][2] if point != "summing up" or fault == "SIGINT" else ""
+        if events:
+            assert kinds_told == ([expected] if expected else [])
+        history = kept(tmp_path)
+        if fault == "a full disk":
+            assert not history and "not saved" in shown
+            return
+        assert QUESTION in json.dumps(history)
+        assert point != "between two calls" or any(message["role"] == "tool" and "looked" in message["content"] for message in history)
+        if point == "answering" and fault not in ("SIGKILL", "a trickle", "a closed pipe"):
+            assert any(message["role"] == "assistant" and "half" in message["content"] for message in history)
+        mm.to_messages(history, "")
+    finally:
+        server.close()
+
+
+@pytest.mark.matrix
+def test_the_readme_tells_the_size_of_the_matrix():
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+        assert f"{len(FAULTS)} faults at {len(POINTS)} points in {len(VIEWS)} views, {len(MATRIX)} cases" in " ".join(file.read().split())
+
+
+WHOLE = [  # streams as servers send them, to be mangled
+    BEGUN + chunk(reasoning="hm ") * 5 + chunk("Né 😀 ") * 5 + STOP + usage(prompt_tokens=9, completion_tokens=10) + DONE,
+    LOOKED_UP, call(index=0, id="a", name="f", arguments='{"a":') + call(index=1, id="b", name="f") + call(index=0, arguments="1}") + STOP + DONE,
+    sse({"choices": [{"delta": {"reasoning": "a", "reasoning_content": "a", "reasoning_details": [{"text": "a"}]}}]}) + OK,
+    b": ping\r\n\r\nevent: error\r\ndata: {\"error\": {\"message\": \"lost\", \"code\": 500}}\r\n\r\n",
+    sse({"choices": [{"text": "<think>hm</think>ok", "index": 0, "finish_reason": "stop"}], "timings": {"predicted_n": 3, "predicted_ms": 2.5}}),
+    json.dumps({"choices": [{"message": {"content": "ok", "reasoning_content": "hm", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]},
+                             "finish_reason": "tool_calls"}], "usage": {"prompt_tokens": 3}}).encode(),
+    gzip.compress(OK * 3), b"<!doctype html><title>Gate</title>", b'{"error": {"message": "context size (9) exceeded", "n_ctx": 9}}',
+    b'{"detail": [{"loc": ["body", "x"], "msg": "no"}]}', chunk("a\\ud83d") + chunk("\\ude00b") + STOP,
+]
+ODD = [None, True, -1, 0, 1e308, 10 ** 400, "", "\ud800", [], {}, [[]], [None], {"text": None}, "x" * 5000, [{"index": -5}], float("nan"), {"message": {}}]
+SHARDS = [b"\r", b"\n\n", b"\r\n", b"\0", b"\xff\xfe", b"data:", b"data: [DONE]", b"event: error", b":", b'"', b"}", b"[" * 2000, b'{"a":' * 300,
+          b"\\ud800", b"9" * 5000, b"1e999", b"NaN", b"<think>", b"</think>", b"\x1f\x8b", b"x" * 20000, "\u2028".encode(), b"\xef\xbb\xbf", b"\x1b[2J"]
+
+
+def mangled(random):
+    """A stream that no server should send, in pieces."""
+    raw = random.choice(WHOLE)
+    for _ in range(random.randrange(4)):
+        place, other = random.randrange(len(raw) + 1), random.choice(WHOLE)
+        end = min(len(raw), place + random.randrange(40))
+        raw = random.choice([
+            lambda: raw[:place], lambda: raw[:place] + raw[end:], lambda: raw[:place] + random.choice(SHARDS) + raw[place:],
+            lambda: raw[:place] + random.choice(SHARDS) + raw[end:], lambda: raw[:place] + other[random.randrange(len(other)):],
+            lambda: raw[:place] + raw[place:end] * random.randrange(1, 50) + raw[end:],
+            lambda: raw[:place] + bytes(random.randrange(256) for _ in range(3)) + raw[end:], lambda: oddly(raw, random)])()
+    cuts = sorted(random.randrange(len(raw) + 1) for _ in range(random.choice([0, 1, 5, 50])))
+    return [piece for piece in (raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)])) if piece]
+
+
+def oddly(raw, random):
+    """`raw` with one value in the JSON of one of its events replaced, or its key."""
+    events = raw.split(b"\n\n")
+    place = random.randrange(len(events))
+    try:
+        value = json.loads(events[place].partition(b"data: ")[2])
+        node = value
+        while True:
+            key = random.choice(list(node) if isinstance(node, dict) else range(len(node)))
+            if not isinstance(node[key], (dict, list)) or not node[key] or random.random() < 0.2:
+                node[key] = random.choice(ODD)
+                break
+            node = node[key]
+    except (ValueError, IndexError, TypeError, RecursionError):
+        return raw
+    events[place] = b"data: " + json.dumps(value).encode()
+    return b"\n\n".join(events)
+
+
+def survive(seed):
+    """Plays the mangled stream of a seed: no exception, an ending event, figures and a history that can be used."""
+    random = Random(seed)
+    pieces, settings = mangled(random), settings_of(retries=0, compactAt=0, reasoningEcho=True)
+    conversation = mm.Conversation(backend_of(random.choice(["", "llamacpp", "ollama"])), settings)
+    tags, backend = random.choice(["", "unsure", "thinking", "leading"]), conversation.backend
+
+    def stream(body, line, tap, notice, think):
+        incoming = mm.deltas(mm.Tap(iter(pieces)), backend, "http://box/v1")
+        return mm.split_thinking(incoming, mm.ThinkTags(tags)) if tags else incoming
+    conversation.protocol.stream, conversation.settings.values["maxSteps"] = stream, 1
+    events = list(conversation.ask("hi"))
+    shown = [event for event in events if event["type"] in mm.EVENTS]
+    assert shown[-1]["type"] == "done" and kinds(shown).count("done") == 1 and kinds(shown).count("error") < 2
+    assert all("mm could not read" not in event["message"] for event in shown if event["type"] == "error")
+    for event in shown:
+        json.dumps({key: event[key] for key in mm.EVENTS[event["type"]]}).encode()
+    assert "answer" in kinds(shown) or "error" in kinds(shown) or any("kind" in event for event in shown) or "tool_call" in kinds(shown)
+    mm.figures(shown[-1], 60)
+    mm.serialised(mm.to_messages(conversation.history, "s"))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_mangled_stream_ends_in_an_event(seed):
+    survive(seed)
+
+
+@pytest.mark.fuzz
+def test_ten_thousand_mangled_streams_end_in_an_event_each(request):
+    """FUZZ_SEED=n begins at another seed, FUZZ_COUNT=n plays so many."""
+    signal.alarm(0)
+    begin, count = (int(os.environ.get(name, default)) for name, default in (("FUZZ_SEED", 1000), ("FUZZ_COUNT", 10_000)))
+    before, failed = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for seed in range(begin, begin + count):
+        try:
+            survive(seed)
+        except Exception as error:  # every failing seed is told, not the first alone
+            failed.append(f"seed {seed}: {type(error).__name__}: {str(error)[:200]}")
+    assert not failed, "\n".join(failed[:20])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB"
+
+
+def test_two_conversations_in_two_threads_hear_nothing_of_each_other(serve):
+    def echo(request, place):  # says back who asked, and with which key
+        who = re.findall(r"I am (\w+)", request.body["messages"][-1]["content"])[0]
+        return stream(chunk(reasoning=f"thought of {who} ") + chunk(f"hello {who}") + STOP + DONE)
+    server, heard = serve(), {}
+    server.script = echo
+
+    def talk_as(who):
+        conversation = mm.Conversation(backend_of("llamacpp", server.url, key=f"key-of-{who}"), settings_of(reasoningEcho=True, compactAt=0))
+        for turn in range(100):
+            events = ask(conversation, f"I am {who}, turn {turn}")
+            assert (text(events), text(events, "reasoning"), error(events)) == (f"hello {who}", f"thought of {who} ", None)
+        heard[who] = len(conversation.history)
+    threads = [threading.Thread(target=talk_as, args=(who,)) for who in ("anna", "bert")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * PATIENCE)
+    assert heard == {"anna": 200, "bert": 200}
+    for post in server.posts:
+        mine, other = ("anna", "bert") if "anna" in post.headers["authorization"] else ("bert", "anna")
+        assert post.headers["authorization"] == f"Bearer key-of-{mine}" and other not in json.dumps(post.body)
+
+
+@pytest.mark.endurance
+def test_a_thousand_turns_with_stalls_and_retries_leave_nothing_behind(start_mm, serve, tmp_path):
+    signal.alarm(0)
+    asked = [0]
+
+    def moody(request, place):
+        asked[0] += 1
+        body = request.body["messages"][-1]["content"]
+        if body.startswith(mm.SUMMARY[:20]):
+            return stream(chunk("what was said") + STOP + DONE)
+        told = usage(prompt_tokens=len(json.dumps(request.body)) // 4, completion_tokens=40)
+        whole = stream(chunk(reasoning="hm ") + chunk("an answer of some words " * 6) + STOP + told + DONE)
+        return {0: stream(HALF), 1: stream(HALF, "hang"), 2: stream(HALF, "reset"), 3: reply(503, {"error": "busy"}, Retry_After=0)}.get(asked[0] % 50, whole)
+    server = serve()
+    server.script = moody
+    (tmp_path / "c.json").write_text(json.dumps({"contextWindow": 4000, "watchdogTimeout": 0.2}))
+    process = start_mm("--config", "c.json", *at(server), "-i", "--json", stdin=b"")
+    figures, prompts = [], []
+
+    def look():
+        base = f"/proc/{process.pid}"
+        with open(f"{base}/status") as file:
+            status = dict(line.split(":", 1) for line in file)
+        return int(status["Threads"]), len(os.listdir(f"{base}/fd")), int(status["VmRSS"].split()[0])
+    for turn in range(1000):
+        process.stdin.write(f"question {turn}: what then?\n".encode())
+        process.stdin.flush()
+        while json.loads(process.stdout.readline())["type"] != "done":
+            pass
+        prompts.append(len(json.dumps(server.posts[-1].body)) // 4)
+        if turn in (100, 999):
+            figures.append(look())
+    process.stdin.close()
+    assert process.wait(PATIENCE) == 0
+    (threads, files, memory), late = figures
+    assert late[0] <= threads and late[1] <= files and late[2] < memory + 8 * 1024, figures
+    assert max(prompts) < 4000
+
 
 # ======================================================================================================================
 # A real llama-server: make live LLAMA_URL="http://127.0.0.1:8080/v1 ..."
