@@ -278,8 +278,9 @@ def config_path(option, environ):
         return option, "--config"
     if environ.get("MM_CONFIG", "").strip():
         return os.path.expanduser(environ["MM_CONFIG"].strip()), "$MM_CONFIG"
-    beside = os.path.join(os.path.dirname(os.path.realpath(__file__)), "config.yaml")
-    for path in (beside, os.path.join(xdg_home("XDG_CONFIG_HOME", ".config", environ), "config.yaml")):
+    folder = os.path.dirname(os.path.realpath(__file__))
+    folder = os.path.dirname(folder) if os.path.isfile(folder) else folder  # mm.pyz: beside it, not in it
+    for path in (os.path.join(folder, "config.yaml"), os.path.join(xdg_home("XDG_CONFIG_HOME", ".config", environ), "config.yaml")):
         if os.path.isfile(path):
             return path, ""
     return "", ""
@@ -3731,6 +3732,8 @@ class Repl:
             pass  # a read-only home is no fault of the conversation
 
     def run(self):
+        import gc
+        gc.set_threshold(700, 10, 10)  # Python's own: main() raised it for a short life, and this is a long one
         if self.terminal:
             backend = self.conversation.backend
             self.say(f"{backend.name} at {show_url(backend.url)}, {backend.model} · /help lists commands, Ctrl-D leaves")

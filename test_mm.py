@@ -6,6 +6,7 @@ a pseudo-terminal; plain requests are answered by the `responses` library. Nothi
 import argparse
 import collections
 import contextlib
+import glob
 import gzip
 import io
 import json
@@ -27,6 +28,7 @@ import tempfile
 import termios
 import threading
 import time
+import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from types import SimpleNamespace
@@ -3774,7 +3776,7 @@ FAULTS = {  # what breaks: where it can, what the server does then, the kind of 
     "a trickle": (("reading the prompt", "thinking", "answering", "summing up"), [step for _ in range(4) for step in (chunk(reasoning="so "), 0.12)] + [OK], ""),
     "SIGINT": ((*ASKED, *STREAMING, "in a tool"), ["hang"], "cancelled"),
     "SIGTERM": ((*ASKED, *STREAMING, "in a tool"), ["hang"], ""),
-    "SIGKILL": ((*ASKED, *STREAMING, "in a tool", "saving"), ["hang"], ""),
+    "SIGKILL": ((*ASKED, *STREAMING, "in a tool"), ["hang"], ""),
     "a closed pipe": (("thinking", "answering"), [0.3, chunk(reasoning="so "), 0.05, chunk("more "), 0.05, chunk("more "), 0.05, OK], ""),
     "a full disk": (("saving",), [], ""),
 }
@@ -3829,7 +3831,7 @@ def strike(fault, process, tmp_path, server, point):
         return
     assert server.reached.wait(PATIENCE)
     deadline = time.monotonic() + PATIENCE
-    while point == "in a tool" and not (tmp_path / "held").exists() or point == "saving" and len(kept(tmp_path)) < 2:
+    while point == "in a tool" and not (tmp_path / "held").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     if point in STREAMING:
@@ -3864,7 +3866,7 @@ def in_terminal(terminal, args, view, fault, point, server, tmp_path):
             screen.expect("ok")
             screen.prompt()
             strict(server.posts[-1])
-            assert QUESTION in json.dumps(server.posts[-1].body)
+            assert point == "summing up" or QUESTION in json.dumps(server.posts[-1].body)  # else it is summed up by now
         screen.send("\x04")
     code = screen.code()
     assert "Traceback" not in screen.shown
@@ -3907,7 +3909,7 @@ def test_whatever_breaks_wherever_nothing_is_lost(start_mm, terminal, tmp_path, 
         if fault == "a full disk":
             assert not history and "not saved" in shown
             return
-        assert QUESTION in json.dumps(history)
+        assert any(QUESTION in path.read_text() for path in (tmp_path / ".local/state/mm/sessions").iterdir())
         assert point != "between two calls" or any(message["role"] == "tool" and "looked" in message["content"] for message in history)
         if point == "answering" and fault not in ("SIGKILL", "a trickle", "a closed pipe"):
             assert any(message["role"] == "assistant" and "half" in message["content"] for message in history)
@@ -3999,6 +4001,48 @@ def test_a_mangled_stream_ends_in_an_event(seed):
     survive(seed)
 
 
+@pytest.fixture(scope="session")
+def one_file(tmp_path_factory):
+    """mm.pyz as `make mm.pyz` builds it, twice; -> the path of one."""
+    built = []
+    for name in ("first", "second"):
+        folder = tmp_path_factory.mktemp(name)
+        for file in ("mm.py", "Makefile"):
+            shutil.copy(os.path.join(HERE, file), folder)
+        made = subprocess.run(["make", "-s", "mm.pyz", f"PYTHON={sys.executable}"], cwd=folder, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+        built.append(folder / "mm.pyz")
+    assert built[0].read_bytes() == built[1].read_bytes(), "not reproducible"
+    return built[0]
+
+
+@pytest.mark.pyz
+def test_one_file_runs_where_nothing_is_installed(one_file, serve, tmp_path):
+    assert one_file.stat().st_size < 3 << 20
+    with zipfile.ZipFile(one_file) as archive:
+        assert not [name for name in archive.namelist() if name.endswith((".so", ".pyd", ".pyc"))]
+    server = serve(stream(chunk("né ") + OK))
+    (tmp_path / "mm.pyz").write_bytes(one_file.read_bytes())
+    (tmp_path / "config.yaml").write_text(f"provider: box\nproviders: {{box: {{url: '{server.url}', model: m}}}}\n")  # beside the file
+    before = set(os.listdir(tempfile.gettempdir()))
+    for python in pythons():
+        run = subprocess.run([python, "-I", "-S", str(tmp_path / "mm.pyz"), "-q", "hi"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert (run.returncode, run.stdout, run.stderr) == (0, "né ok\n", ""), python
+    assert {name for name in set(os.listdir(tempfile.gettempdir())) - before if name.endswith(".pem")} == set()
+
+
+def pythons():
+    """Every Python from 3.9 to 3.13 that is found on PATH or below ~/.pyenv, one each."""
+    import pwd
+    found = {}
+    for minor in range(9, 14):
+        name, home = f"python3.{minor}", pwd.getpwuid(os.getuid()).pw_dir
+        known = sorted(glob.glob(f"{home}/.pyenv/versions/3.{minor}.*/bin/{name}")) + [shutil.which(name) or ""]
+        works = (path for path in known if path and subprocess.run([path, "--version"], capture_output=True).returncode == 0)
+        found[minor] = next(works, "")
+    return [path for path in found.values() if path] or [sys.executable]
+
+
 @pytest.mark.fuzz
 def test_ten_thousand_mangled_streams_end_in_an_event_each(request):
     """FUZZ_SEED=n begins at another seed, FUZZ_COUNT=n plays so many."""
@@ -4054,7 +4098,7 @@ def test_a_thousand_turns_with_stalls_and_retries_leave_nothing_behind(start_mm,
     server = serve()
     server.script = moody
     (tmp_path / "c.json").write_text(json.dumps({"contextWindow": 4000, "watchdogTimeout": 0.2}))
-    process = start_mm("--config", "c.json", *at(server), "-i", "--json", stdin=b"")
+    process = start_mm("--config", "c.json", *at(server), "-i", "--json", stdin=b"", env={"MALLOC_ARENA_MAX": "1"})
     figures, prompts = [], []
 
     def look():
@@ -4068,12 +4112,12 @@ def test_a_thousand_turns_with_stalls_and_retries_leave_nothing_behind(start_mm,
         while json.loads(process.stdout.readline())["type"] != "done":
             pass
         prompts.append(len(json.dumps(server.posts[-1].body)) // 4)
-        if turn in (100, 999):
+        if turn in (100, 400, 700, 999):
             figures.append(look())
-    process.stdin.close()
-    assert process.wait(PATIENCE) == 0
-    (threads, files, memory), late = figures
-    assert late[0] <= threads and late[1] <= files and late[2] < memory + 8 * 1024, figures
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    (threads, files, _), (_, _, memory), _, late = figures
+    assert late[0] <= threads and late[1] <= files and late[2] < memory + 4 * 1024, figures
     assert max(prompts) < 4000
 
 
@@ -4159,7 +4203,7 @@ def test_a_real_stream_that_is_left_frees_the_server_for_the_next(ask_llama, lla
     while not {"💭", "🤖"} & set(screen.shown):
         assert screen.process.poll() is None
         screen.take()
-    while "stopped" not in screen.shown:  # the first one may only end the thinking
+    while "stopped" not in screen.shown and "no answer" not in screen.shown:  # the first one may only end the thinking
         assert screen.process.poll() is None
         screen.send("\x03")
         screen.take(0.5)
