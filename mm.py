@@ -1847,7 +1847,7 @@ def stalled(silent, phase):
 #
 # The one place where a conversation becomes a request body, so that whatever broke before, what goes out is what a strict
 # template takes: one system message, roles that alternate, every call with its result, no empty or torn message, no lone
-# surrogates, no thinking. The bytes depend on the conversation alone, so a server's prompt cache holds from turn to turn.
+# surrogates, no thinking but what reasoningEcho sends back by its rules. The bytes depend on the conversation alone, so a server's prompt cache holds from turn to turn.
 # ======================================================================================================================
 
 NO_RESULT = "This call was interrupted: there is no result."
@@ -4276,7 +4276,8 @@ def check(backend, settings):
     if models and backend.model and not any(same_model(name, backend.model) for name in models):
         model += " (not in the server's list)"
     rows = [("provider", backend.name), ("url", show_url(backend.url)), ("model", model),
-            ("key", backend.key_advice() if backend.key or not takes_first_model(backend) else "none ($MM_API_KEY is not set)"),
+            ("key", backend.key_advice() if backend.key or not takes_first_model(backend) else
+             f"none (${backend.entry.get('apiKeyEnv') or 'MM_API_KEY'} is not set)"),
             ("answers", answers), ("context", f"{told['window']:,} tokens" if told["window"] else "not told"),
             ("tools", {True: "the model's template takes them", False: NO_TOOLS}.get(told["tools"], "not told")),
             ("config", settings.file or "none")]

@@ -4209,6 +4209,21 @@ def test_a_real_stream_that_is_left_frees_the_server_for_the_next(ask_llama, lla
         screen.take(0.5)
     assert ask_llama("-o", "max_tokens=5", "--first-token", "20", "--json", "hi").events[-1]["finish_reason"] in ("stop", "length")
 
+
+@pytest.mark.live
+def test_another_implementation_of_the_protocol_is_understood(run_mm, tmp_path):
+    url = os.environ.get("LLAMA_OTHER_URL", "")
+    if not url:
+        pytest.skip("no LLAMA_OTHER_URL: pip install 'llama-cpp-python[server]', then python -m llama_cpp.server --model MODEL.gguf --port 8000")
+    assert run_mm("--url", url, "--models").out.strip()
+    live = run_mm("--url", url, "-o", "max_tokens=20", "--json", "--tap", "tap", "Say hello.")
+    assert live.code == 0 and text(live.events) and live.events[-1]["finish_reason"] in ("stop", "length")
+    again = run_mm("--json", "--replay", "tap")
+    told = [[event for event in run.events if event["type"] == "answer"] for run in (live, again)]
+    assert told[0] == told[1]
+    assert run_mm("--url", url, "-o", "max_tokens=5", "-i", "--json", stdin="one\ntwo\n").events[-1]["finish_reason"] in ("stop", "length")
+
+
 # ======================================================================================================================
 # Benchmarks: make bench, which runs this file as a program
 #
