@@ -1847,7 +1847,8 @@ def stalled(silent, phase):
 #
 # The one place where a conversation becomes a request body, so that whatever broke before, what goes out is what a strict
 # template takes: one system message, roles that alternate, every call with its result, no empty or torn message, no lone
-# surrogates, no thinking but what reasoningEcho sends back by its rules. The bytes depend on the conversation alone, so a server's prompt cache holds from turn to turn.
+# surrogates, no thinking but what reasoningEcho sends back by its rules. The bytes depend on the conversation alone, so a
+# server's prompt cache holds from turn to turn.
 # ======================================================================================================================
 
 NO_RESULT = "This call was interrupted: there is no result."
