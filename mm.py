@@ -653,13 +653,16 @@ BOTH_SWITCHES = {  # Qwen's templates read enable_thinking, DeepSeek's and Grani
     "on": {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
     "off": {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}}
 
+LLAMA_PROPS = "/props?model={model}&autoload=false"
+
 PROVIDERS = {
     # url, fallback: base URLs.  apiKeyEnv: the variable that holds the key.  local: runs on the user's own machines.
     # start, get: how the server is started, how a model is got.  fields: optional request fields it takes.
     # thinking: how it is told to think or not.  window: where it says what context it serves, which is not the trained one: a path from
     # the base URL, or from the server's root after "/", then keys; [] picks the entry of the model that is used.
     # tools: the same for whether the model's template takes tools; where it does not, they are ignored without an error.
-    # echo: the field of a message that the server reads thinking back from; render: where it shows the prompt that messages become.
+    # echo: the field of a message that the server reads thinking back from; render: where it shows the prompt that messages become;
+    # keeps: like tools, whether the template keeps all thinking of a history.
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
@@ -673,8 +676,8 @@ PROVIDERS = {
         "echo": "reasoning_content", "render": "/apply-template",
         "start": "llama-server -m MODEL.gguf --port 8080", "get": "it has the models that --models lists",
         "window": [("models", "data.[].meta.n_ctx"),
-                   ("/props?model={model}&autoload=false", "default_generation_settings.n_ctx")],
-        "tools": ("/props?model={model}&autoload=false", "chat_template_caps.supports_tools"),
+                   (LLAMA_PROPS, "default_generation_settings.n_ctx")],
+        "tools": (LLAMA_PROPS, "chat_template_caps.supports_tools"), "keeps": (LLAMA_PROPS, "chat_template_caps.supports_preserve_reasoning"),
     },
     "ollama": {
         "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
@@ -711,7 +714,7 @@ PROVIDERS = {
 # A server that only a URL is known of: nothing optional is sent, so that the strictest one takes the request.
 PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
-NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "window": [], "tools": (), "echo": "reasoning_content", "render": "",
+NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "window": [], "tools": (), "echo": "reasoning_content", "render": "", "keeps": (),
             "start": "", "get": "", "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
 
 CONNECT_SECONDS = 10.0
@@ -846,7 +849,8 @@ def is_near(host):
 def fetch(line, backend, path, found, body=None):
     """GETs `path` below the base URL (below the server's root if it begins with "/") and calls found(status, JSON or None).
 
-    body: JSON that is posted instead. Where nothing answered, that is (0, an MMError which says why). Meant to be run in a thread: a name look-up can outlast any timeout.
+    body: JSON that is posted instead. Where nothing answered, that is (0, an MMError which says why). Meant to be run in a
+    thread: a name look-up can outlast any timeout.
     """
     answer, proxy = (0, None), ""
     try:
@@ -1166,6 +1170,12 @@ def as_int(value):
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 53 else 0
 
 
+def fetch_page(backend, path, *body):
+    """The JSON of an answer with status 200, or None. body: JSON to post, if any."""
+    found = fetch_all([(backend, path, *body)], lambda status, data: status == 200)
+    return found and found[2]
+
+
 def probe(backend):
     """What a server says of itself, for advice.
 
@@ -1177,8 +1187,7 @@ def probe(backend):
 
     def told(path, keys):
         if path not in pages:
-            found = fetch_all([(backend, path)], lambda status, data: status == 200)
-            pages[path] = found and found[2]
+            pages[path] = fetch_page(backend, path)
         return dig(pages[path], keys, backend.model)
     if ids is not None:
         window = next(filter(None, (as_int(told(*place)) for place in backend.entry["window"])), 0)
@@ -1205,13 +1214,11 @@ def thoughts_rendered(backend, tools):
         messages += [{"role": "assistant", "content": "", field: LATEST, "tool_calls": [call]},
                      {"role": "tool", "tool_call_id": "call00000", "content": "4"}]
     body = {"model": backend.model, "messages": messages, **({"tools": tools} if tools else {})}
-    found = fetch_all([(backend, backend.entry["render"], body)], lambda status, data: True)
-    status, data = found[1:] if found else (0, None)
-    prompt = data.get("prompt") if status == 200 and isinstance(data, dict) else None
+    prompt = dig(fetch_page(backend, backend.entry["render"], body), "prompt", backend.model)
     if isinstance(prompt, str):
         return "all" if EARLIER in prompt else "latest" if LATEST in prompt or not tools else "none"
-    found = fetch_all([(backend, "/props?model={model}&autoload=false")], lambda status, data: status == 200)
-    return "all" if found and dig(found[2], "chat_template_caps.supports_preserve_reasoning", "") is True else ""
+    path, keys = backend.entry["keeps"]
+    return "all" if dig(fetch_page(backend, path), keys, backend.model) is True else ""
 
 
 # ======================================================================================================================
@@ -1575,7 +1582,8 @@ class ThinkTags:
         while text and self.state in ("thinking", "unsure"):
             before, tag, after = text.partition(THINK_END)
             if not tag:
-                before, self.rest = text[:self.certain(text)], text[self.certain(text):]
+                cut = self.certain(text)
+                before, self.rest = text[:cut], text[cut:]
             self.look_for_code(before)
             if not tag or self.in_code():
                 yield from self.inside(before + tag)
@@ -1641,17 +1649,19 @@ class ThinkTags:
         """The same for what is left. whole: the stream has ended as it should, so that what was held is the answer."""
         text, state, held, quoted, open_quote = self.rest, self.state, self.held, self.quoted, self.in_code()
         self.__init__("answer")
+        thought, answer = "", text
         if state == "unsure" and quoted and open_quote:  # the quote never ended, so the tag was one
             thought, _, answer = "".join([*held, text]).rpartition(THINK_END)
-            yield "reasoning", thought.rstrip()
-            yield "answer", answer.lstrip()
+            thought, answer = thought.rstrip(), answer.lstrip()
         elif state == "unsure":
-            yield "answer" if whole else "reasoning", "".join([*held, text])
+            text = "".join([*held, text])
+            thought, answer = ("", text) if whole else (text, "")
         elif state == "thinking":
-            yield "reasoning", text.rstrip()
-            yield "answer", "".join([*(quoted or []), text]).lstrip() if quoted else ""
-        else:
-            yield "answer", text
+            thought, answer = text.rstrip(), "".join([*quoted, text]).lstrip() if quoted else ""
+        if thought:
+            yield "reasoning", thought
+        if answer:
+            yield "answer", answer
 
 
 def split_thinking(incoming, tags):
@@ -1664,11 +1674,11 @@ def split_thinking(incoming, tags):
                 yield from list(tags.feed(value)) or [("held", "")]  # white space that is dropped is a sign of life
             else:
                 if kind in ("call", "finish"):
-                    yield from (delta for delta in tags.end() if delta[1])
+                    yield from tags.end()
                 yield kind, value
-        yield from (delta for delta in tags.end() if delta[1])
+        yield from tags.end()
     except MMError:
-        yield from (delta for delta in tags.end(whole=False) if delta[1])
+        yield from tags.end(whole=False)
         raise
 
 
@@ -2108,6 +2118,7 @@ class RawCompletions(Protocol):
 
 
 PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
+
 
 def moved_to(response, url):
     from urllib.parse import urljoin
@@ -3075,7 +3086,7 @@ def done_event(provider, model, session, replies, started, timeline=None):
             "usage": last.usage, "timings": last.timings,
             "seconds": {"first_token": rounded(first), "thinking": spent("reasoning"), "answer": spent("answer", "call"),
                         "total": rounded(time.monotonic() - started)},
-            "tokens": tuple(map(sum, zip((0, 0), *(reply.produced_tokens() for reply in replies)))), "timeline": timeline}
+            "tokens": tuple(map(sum, zip((0, 0), *(reply.produced_tokens() for reply in replies)))), "timeline": timeline or Timeline()}
 
 
 def rounded(seconds):
@@ -3584,9 +3595,9 @@ def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅�
     columns: where lines are to end, 0 for one line; marks: of thinking and answer; blocks: characters from few to many.
     """
     usage, timings, seconds, line = done["usage"] or {}, done["timings"] or {}, done["seconds"], done["timeline"]
-    rows = {} if line is None else {"prompt": line.rows["prompt"], "thinking": line.rows["reasoning"],
-                                    "answer": [a + b for a, b in zip(line.rows["answer"], line.rows["call"])]}
-    most = max(max(rows["thinking"]), max(rows["answer"]), 1) if rows else 1  # of tokens in a span: one scale for both
+    rows = {"prompt": line.rows["prompt"], "thinking": line.rows["reasoning"],
+            "answer": [a + b for a, b in zip(line.rows["answer"], line.rows["call"])]}
+    most = max(*rows["thinking"], *rows["answer"])  # tokens in a span: one scale for both
     cells = min(48, columns // 3 or 48) / max(1, sum(map(len, map(spanned, rows.values()))))  # of the screen, for a span
     parts = []
     for mark, key, tokens in ((marks[0], "thinking", done["tokens"][0]), (marks[1], "answer", done["tokens"][1])):
@@ -3594,13 +3605,13 @@ def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅�
             times = [f"{seconds[key]:.1f} s"] if seconds[key] else []
             speed = [f"{tokens / seconds[key]:,.0f} tok/s"] if (seconds[key] or 0) > 0.05 else []
             told = [mark + " · ".join([*times, f"{tokens:,} tok", *speed])]
-            parts += beside(told, sparkline(rows.get(key, []), most, cells, blocks), columns)
+            parts += beside(told, sparkline(rows[key], most, cells, blocks), columns)
     details = usage.get("prompt_tokens_details")
     cached = as_int(details.get("cached_tokens")) if isinstance(details, dict) else as_int(timings.get("cache_n"))
     prompt = prompt_tokens(usage, timings)
     if prompt:
         told = ["· " + f"prompt {prompt:,} tok" + (f", {cached:,} from cache" if cached else "")]
-        parts += beside(told, sparkline(rows.get("prompt", []), max(rows.get("prompt", [0])), cells, blocks), columns)
+        parts += beside(told, sparkline(rows["prompt"], max(rows["prompt"]), cells, blocks), columns)
     if seconds["first_token"] is not None:
         parts.append(f"· first token after {seconds['first_token']:.1f} s")
     if seconds["total"] is not None:
@@ -4074,14 +4085,14 @@ def replay(path, tags=""):
                 yield from verdict(reply, reply.answer.getvalue())
         except MMError as error:
             yield {"type": "error", "kind": error.kind, "message": error.message}
-    yield {**done_event("replay", replies[-1].model, None, replies, started), "seconds": recorded_seconds(replies)}
+    done = done_event("replay", replies[-1].model, None, replies, started)
+    yield {**done, "seconds": recorded_seconds(replies, *done["tokens"])}
 
 
-def recorded_seconds(replies):
+def recorded_seconds(replies, thinking, answer):
     """`done`'s seconds of a recorded stream: those that it tells itself (llama.cpp's timings); the time of its replay means nothing."""
     times = [reply.timings or {} for reply in replies]
     prompt, predicted = (sum(time[key] for time in times if is_number(time.get(key))) / 1000 for key in ("prompt_ms", "predicted_ms"))
-    thinking, answer = map(sum, zip(*(reply.produced_tokens() for reply in replies)))
     share = thinking / max(1, thinking + answer)
     return {"first_token": rounded(prompt or None), "thinking": rounded(predicted * share), "answer": rounded(predicted * (1 - share)),
             "total": rounded(prompt + predicted or None)}
