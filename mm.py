@@ -53,6 +53,7 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can end in one line, Ctrl-C ends mm without any
 
+import functools
 import io
 import itertools
 import json
@@ -793,6 +794,42 @@ def need_requests():
     return requests
 
 
+@functools.lru_cache(maxsize=None)
+def dialling_adapter():
+    """requests' HTTPAdapter, made so that a Line dials its connections: Adapter(line). Made once, when requests is there."""
+    from requests.adapters import HTTPAdapter
+    from urllib3.connection import HTTPConnection, HTTPSConnection
+    from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+
+    class Dialled:
+        def __init__(self, *args, line, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.line = line
+
+        def _new_conn(self):
+            return self.line.dial(self.host, self.port, self)
+
+    pools = {"http": type("Pool", (HTTPConnectionPool,), {"ConnectionCls": type("Plain", (Dialled, HTTPConnection), {})}),
+             "https": type("Pool", (HTTPSConnectionPool,), {"ConnectionCls": type("Secure", (Dialled, HTTPSConnection), {})})}
+
+    class Adapter(HTTPAdapter):
+        def __init__(self, line):
+            self.pools = {scheme: functools.partial(pool, line=line) for scheme, pool in pools.items()}
+            super().__init__()
+
+        def init_poolmanager(self, *args, **kwargs):
+            super().init_poolmanager(*args, **kwargs)
+            self.poolmanager.pool_classes_by_scheme = self.pools
+
+        def proxy_manager_for(self, proxy, **kwargs):
+            manager = super().proxy_manager_for(proxy, **kwargs)
+            if not proxy.lower().startswith("socks"):
+                manager.pool_classes_by_scheme = self.pools
+            return manager
+
+    return Adapter
+
+
 def open_session(line, url):
     """A requests.Session whose connections are dialled by `line`, and the proxy it uses for `url` (or "").
 
@@ -800,38 +837,10 @@ def open_session(line, url):
     for loopback.
     """
     requests = need_requests()
-    from requests.adapters import HTTPAdapter
-    from urllib3.connection import HTTPConnection, HTTPSConnection
-    from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
-
-    class Dialled:
-        def _new_conn(self):
-            return line.dial(self.host, self.port, self)
-
-    class Plain(Dialled, HTTPConnection):
-        pass
-
-    class Secure(Dialled, HTTPSConnection):
-        pass
-
-    pools = {"http": type("Pool", (HTTPConnectionPool,), {"ConnectionCls": Plain}),
-             "https": type("Pool", (HTTPSConnectionPool,), {"ConnectionCls": Secure})}
-
-    class Adapter(HTTPAdapter):
-        def init_poolmanager(self, *args, **kwargs):
-            super().init_poolmanager(*args, **kwargs)
-            self.poolmanager.pool_classes_by_scheme = pools
-
-        def proxy_manager_for(self, proxy, **kwargs):
-            manager = super().proxy_manager_for(proxy, **kwargs)
-            if not proxy.lower().startswith("socks"):
-                manager.pool_classes_by_scheme = pools
-            return manager
-
     session = requests.Session()
     session.trust_env = False
-    session.mount("http://", Adapter())
-    session.mount("https://", Adapter())
+    session.mount("http://", dialling_adapter()(line))
+    session.mount("https://", dialling_adapter()(line))
     session.verify = next((os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), True)
     proxy = ""
     if not is_near(urlsplit(url).hostname or ""):
@@ -3744,8 +3753,6 @@ class Repl:
             pass  # a read-only home is no fault of the conversation
 
     def run(self):
-        import gc
-        gc.set_threshold(700, 10, 10)  # Python's own: main() raised it for a short life, and this is a long one
         if self.terminal:
             backend = self.conversation.backend
             self.say(f"{backend.name} at {show_url(backend.url)}, {backend.model} · /help lists commands, Ctrl-D leaves")
