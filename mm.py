@@ -1239,7 +1239,8 @@ def thoughts_rendered(backend, tools):
 # A stream is whole only with a finish_reason or [DONE]; a tidy close in the middle is a broken stream like any other.
 # ======================================================================================================================
 
-MAX_LINE = 16 << 20  # bytes; nothing an honest server sends in one line, one body or one call's arguments comes near
+MAX_LINE = 16 << 20  # bytes; nothing an honest server sends in one line, one body or all the calls of one answer comes near
+CALL_BYTES = 1 << 10  # what an empty call takes of that
 
 
 def body_pieces(response):
@@ -1381,13 +1382,12 @@ def events(lines):
 
 
 def whole_body(first, lines):
-    body, size = [first], len(first)
+    body = bytearray(first)
     for line in lines:
-        body.append(line)
-        size += len(line) + 1
-        if size > MAX_LINE:
+        body += b"\n" + line
+        if len(body) > MAX_LINE:
             raise MMError("protocol", f"the server sent a body of more than {MAX_LINE >> 20} MiB")
-    return b"\n".join(body)
+    return bytes(body)
 
 
 def deltas(pieces, backend, url):
@@ -1704,8 +1704,9 @@ class Calls:
     def add(self, fragment):
         call = self.continued(fragment)
         if call is None:
-            call = {"id": fragment["id"], "name": "", "arguments": []}
+            call = {"id": fragment["id"], "name": fragment["name"], "arguments": []}
             self.calls.append(call)
+            self.size += CALL_BYTES
         if fragment["index"] is not None:
             self.by_index[fragment["index"]] = call
         call["id"] = call["id"] or fragment["id"]
@@ -1713,8 +1714,8 @@ class Calls:
         if fragment["arguments"]:
             call["arguments"].append(fragment["arguments"])
             self.size += len(fragment["arguments"])
-            if self.size > MAX_LINE:
-                raise MMError("protocol", f"the arguments of a tool call passed {MAX_LINE >> 20} MiB")
+        if self.size > MAX_LINE:
+            raise MMError("protocol", f"the tool calls of one answer passed {MAX_LINE >> 20} MiB")
 
     def continued(self, fragment):
         """The open call that a fragment belongs to, or None if it begins one."""
@@ -1727,12 +1728,17 @@ class Calls:
             return call
         if its_id and call["id"] and its_id != call["id"]:
             return None
-        complete = parse_arguments("".join(call["arguments"])) is not None and bool(call["arguments"])
         if its_id and its_id == call["id"]:
-            return call if known or index is None or not complete else None
-        if name and call["name"] and (complete or name != call["name"]):
+            return call if known or index is None or not self.is_complete(call) else None
+        if name and call["name"] and (name != call["name"] or self.is_complete(call)):
             return None
         return call if known or index is None or not call["name"] else None
+
+    @staticmethod
+    def is_complete(call):
+        """Looked at for each fragment that repeats the name, so what cannot be the end of a JSON object is not parsed."""
+        arguments = call["arguments"]
+        return bool(arguments) and arguments[-1].rstrip()[-1:] in ("", "}", '"') and parse_arguments("".join(arguments)) is not None
 
     def finished(self):
         """[{"id", "name", "arguments" (a dict, or None if they are no complete JSON object), "raw"}, …], ids unique."""

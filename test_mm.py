@@ -9,9 +9,11 @@ import contextlib
 import glob
 import gzip
 import io
+import itertools
 import json
 import multiprocessing
 import os
+import pathlib
 import re
 import resource
 import select
@@ -3940,11 +3942,11 @@ SHARDS = [b"\r", b"\n\n", b"\r\n", b"\0", b"\xff\xfe", b"data:", b"data: [DONE]"
           b"\\ud800", b"9" * 5000, b"1e999", b"NaN", b"<think>", b"</think>", b"\x1f\x8b", b"x" * 20000, "\u2028".encode(), b"\xef\xbb\xbf", b"\x1b[2J"]
 
 
-def mangled(random):
+def mangled(random, streams):
     """A stream that no server should send, in pieces."""
-    raw = random.choice(WHOLE)
+    raw = random.choice(streams)
     for _ in range(random.randrange(4)):
-        place, other = random.randrange(len(raw) + 1), random.choice(WHOLE)
+        place, other = random.randrange(len(raw) + 1), random.choice(streams)
         end = min(len(raw), place + random.randrange(40))
         raw = random.choice([
             lambda: raw[:place], lambda: raw[:place] + raw[end:], lambda: raw[:place] + random.choice(SHARDS) + raw[place:],
@@ -3974,10 +3976,10 @@ def oddly(raw, random):
     return b"\n\n".join(events)
 
 
-def survive(seed):
+def survive(seed, streams=WHOLE):
     """Plays the mangled stream of a seed: no exception, an ending event, figures and a history that can be used."""
     random = Random(seed)
-    pieces, settings = mangled(random), settings_of(retries=0, compactAt=0, reasoningEcho=True)
+    pieces, settings = mangled(random, streams), settings_of(retries=0, compactAt=0, reasoningEcho=True)
     conversation = mm.Conversation(backend_of(random.choice(["", "llamacpp", "ollama"])), settings)
     tags, backend = random.choice(["", "unsure", "thinking", "leading"]), conversation.backend
 
@@ -4045,17 +4047,61 @@ def pythons():
 
 @pytest.mark.fuzz
 def test_ten_thousand_mangled_streams_end_in_an_event_each(request):
-    """FUZZ_SEED=n begins at another seed, FUZZ_COUNT=n plays so many."""
+    """FUZZ_SEED=n begins at another seed, FUZZ_COUNT=n plays so many, FUZZ_FILES='DIR/**/*.sse' mangles recorded streams as well."""
     signal.alarm(0)
     begin, count = (int(os.environ.get(name, default)) for name, default in (("FUZZ_SEED", 1000), ("FUZZ_COUNT", 10_000)))
+    paths = glob.glob(os.environ.get("FUZZ_FILES", ""), recursive=True)
+    streams = WHOLE + [pathlib.Path(path).read_bytes() for path in paths if os.path.isfile(path) and os.path.getsize(path)]
     before, failed = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     for seed in range(begin, begin + count):
         try:
-            survive(seed)
+            survive(seed, streams)
         except Exception as error:  # every failing seed is told, not the first alone
             failed.append(f"seed {seed}: {type(error).__name__}: {str(error)[:200]}")
     assert not failed, "\n".join(failed[:20])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB"
+
+
+ENDLESS = {  # what a server sends without end, and the kind of the error that it becomes before memory is filled
+    "a line": (lambda: itertools.repeat(b"x" * 60_000), "protocol"),
+    "an event": (lambda: itertools.repeat(b"data: x\n" * 6000), "protocol"),
+    "a body": (lambda: itertools.chain([b"["], itertools.repeat(b"1,\n" * 20_000)), "protocol"),
+    "a call's arguments": (lambda: itertools.repeat(call(index=0, id="a", name="f", arguments="x" * 50) * 300), "protocol"),
+    "calls": (lambda: (call(index=n, id=f"{n}", name="f") for n in itertools.count()), "protocol"),
+    "comments": (lambda: itertools.repeat(b": ping\n\n" * 6000), "interrupted"),
+    "fields that nobody knows": (lambda: itertools.repeat(b"what: ever\n" * 6000), "protocol"),
+    "zeros in gzip": (lambda: itertools.repeat(gzip.compress(bytes(50 << 20))), "protocol"),
+}
+
+
+def read_endless(name):
+    """Prints the error that 100 MB of an endless stream end in, and the peak of this process's memory in MiB."""
+    def pieces():
+        sent = 0
+        for piece in ENDLESS[name][0]():
+            sent += len(piece)
+            if sent > 100e6:
+                return
+            yield piece
+    calls = mm.Calls()
+    try:
+        for kind, value in mm.deltas(pieces(), backend_of(), "http://box/v1"):
+            if kind == "call":
+                calls.add(value)
+        ended = ""
+    except mm.MMError as error:
+        ended = error.kind
+    print(ended, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_stream_becomes_an_error_before_it_fills_memory(name):
+    code = f"import test_mm; test_mm.read_endless({name!r})"
+    run = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=PATIENCE)
+    assert run.returncode == 0, run.stderr
+    kind, peak = run.stdout.split()
+    assert kind == ENDLESS[name][1] and int(peak) < 200, f"{peak} MiB"
 
 
 def test_two_conversations_in_two_threads_hear_nothing_of_each_other(serve):
