@@ -3040,7 +3040,7 @@ class Conversation:
             asked, before = [{"role": "user", "content": SUMMARY + text}], len(self.replies)
             try:
                 for event in self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused))):  # noqa: B023
-                    if event["type"] in ("waiting", "progress"):
+                    if event["type"] in ("waiting", "progress", "notice"):
                         yield event
                 reply = self.replies[-1]
             except MMError as error:
