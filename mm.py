@@ -16,12 +16,16 @@ hosted one. It needs Python 3.9 and `requests`, and no configuration.
 
 The path of a token, from the socket to the screen; each step is a function or class of that name:
 
-    socket --> body_pieces --> Tap --> lines --> events --> deltas --> ModelCall --> read_reply --> Conversation.ask --> Person.show
-    (Line)     as it arrives   --tap   SSE lines SSE events OpenAI     watchdog,     Delta to       a turn: call,        terminal, pipe
-                                                            chunks     its thread    event          retry, tools         (or Ndjson.show)
+    in a thread of its own, Protocol.stream:
+        Connection --> body_pieces --> Tap --> unpacked --> lines --> events --> deltas --> split_thinking (where a server needs it)
+        the socket     as it arrives   --tap   of gzip      of SSE    of SSE     (kind, value)    |
+    in the main thread:                                                                          queue
+        Pen <-- Person.show <-- run_turn <-- Conversation.ask <-- read_reply <-- ModelCall <------+
+        screen  or Ndjson.show               turn, retry, tools   events         the watchdog
 
-Sections, each using only what stands above it:
+Sections, each using only functions and classes that stand above it (a Backend, section 3, is handed to section 2 as it is):
 
+     0 text and JSON  what every section uses; MMError
      1 settings       what can be set, where it is read from, one line per fault
      2 errors         from whatever went wrong to one line a person can act on
      3 providers      the servers mm knows, as data; which one is used; what it says of itself
@@ -51,67 +55,192 @@ if __name__ == "__main__" and sys.argv[1:] == ["--version"]:  # the other import
 import signal
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main() can end in one line, Ctrl-C ends mm without any
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while mm is loading, Ctrl-C ends it without a traceback
 
+import errno
 import functools
 import io
 import itertools
 import json
+import math
+import queue
 import re
+import struct
+import threading
 import time
 from urllib.parse import urlsplit, urlunsplit
 
 
-
 # ======================================================================================================================
-# 1. Settings
+# 0. Text and JSON
 #
-# Every setting is a row of a table: its kind and its default. A value comes from an option, else the environment, else
-# the config file, else the default, and remembers which, so that a fault can name it. YAML turns `no` into false, 4.0 into
-# a number and 22:22 into 1342, so mm reads YAML's scalars as they were written and lets the row's kind decide.
-# A config file is never taken from the current directory: a cloned repository must not choose where prompts go.
+# What every section uses. Text that comes from elsewhere can hold what no encoder takes (half of a surrogate pair) and JSON
+# can hold what no program wants (NaN, a million brackets); both are put right here, where they enter or leave.
 # ======================================================================================================================
 
 class MMError(Exception):
     """What ends a call, a turn or a run: `kind` is one of the error kinds of --json, `message` one line for a person.
 
     again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call once more, "loading" wait
-    until the model is loaded, "busy" the same call after `wait` seconds, "field:NAME" the call without that optional field.
+    until the model is loaded, "busy" the same call after `wait` seconds, "field" the call without the optional `field`.
     window: the context in tokens, where an overflow names it.
     """
 
-    def __init__(self, kind, message, again="", wait=0.0, window=0):
+    def __init__(self, kind, message, again="", wait=0.0, field="", window=0):
         super().__init__(message)
-        self.kind, self.message, self.again, self.wait, self.window = kind, message, again, wait, window
+        self.kind, self.message, self.again, self.wait, self.field, self.window = kind, message, again, wait, field, window
 
 
-SETTINGS = {  # key in the config file: (kind, default)
-    "provider": ("text", ""),
-    "model": ("text", ""),
-    "system": ("text", ""),
-    "showThinking": ("flag", True),
-    "watchdogTimeout": ("seconds", 20.0),
-    "firstTokenTimeout": ("seconds", 120.0),
-    "retries": ("count", 1),
-    "maxSteps": ("count", 25),
-    "tools": ("names", []),
-    "commands": ("map", {}),
-    "commandTimeout": ("seconds", 120.0),
-    "compactAt": ("fraction", 0.8),
-    "contextWindow": ("count", 0),
-    "reasoningEcho": ("flag", False),
-    "save": ("flag", True),
-    "sampling": ("map", {}),
-    "providers": ("map", {}),
+def one_line(text, limit=500):
+    """`text` on one line of at most `limit` characters, with runs of white space folded."""
+    text = " ".join(str(text).split())
+    return text if len(text) <= limit else text[:limit - 1] + "…"
+
+
+def did_you_mean(word, words):
+    import difflib  # only when something is misspelt
+    close = difflib.get_close_matches(word, words, 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def clean(text):
+    """`text` with surrogate pairs joined and lone surrogates replaced, so that it can be encoded."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def cleaned(value):
+    """JSON data without lone surrogates."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [cleaned(item) for item in value]
+    return {cleaned(k): cleaned(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def readable(text):
+    """Text from the command line or a terminal with what is no text replaced: its bytes are UTF-8 more often than the locale says."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError:
+        return clean(text)
+
+
+def decoded(raw):
+    """A body's bytes as text: UTF-8, else Latin-1 (some proxies write their errors so)."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")
+
+
+MAX_DEPTH = 100  # of JSON; what is nested deeper is an attack on a parser, and no server's answer
+
+
+def finite(text):
+    number = float(text)
+    return number if abs(number) < float("inf") else None
+
+
+JSON_VALUE = json.JSONDecoder(parse_float=finite, parse_constant=lambda word: None).raw_decode
+
+
+def depth(value):
+    """How deeply JSON data is nested, level by level, as a recursion would itself be too deep."""
+    level, levels = [value], 0
+    while level:
+        inner = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list)))
+        level, levels = list(itertools.chain.from_iterable(inner)), levels + 1
+    return levels
+
+
+def json_value(text, place=0):
+    """The JSON value at a place of `text` -> (value, where it ends). NaN and Infinity become null. Raises ValueError only."""
+    try:
+        value, end = JSON_VALUE(text, place)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    brackets = text.count("[", place, end) + text.count("{", place, end)  # those in strings too: a quick look that errs on one side
+    if brackets > MAX_DEPTH and depth(value) > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    return value, end
+
+
+def read_json(text):
+    """The one JSON value that `text` is; a NaN alone is none. Raises ValueError."""
+    text = text.strip()
+    value, end = json_value(text)
+    if end != len(text) or text in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError(f"not one JSON value: {text[:40]!r}")
+    return value
+
+
+def json_or_text(text):
+    try:
+        return read_json(text)
+    except ValueError:
+        return str(text)
+
+
+def as_int(value):
+    """A count that a server tells; 0 for anything that is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 53 else 0
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
+
+
+MOST_TEXT = 32 << 20  # bytes of a file or of piped text; beyond that it is a mistake (/dev/zero), not a question
+
+
+def read_bytes(path, option):
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MOST_TEXT + 1)
+    except (OSError, ValueError) as error:
+        raise MMError("config", f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
+    if len(raw) > MOST_TEXT:
+        raise MMError("config", f"{option} {path}: larger than {MOST_TEXT >> 20} MiB")
+    return raw
+
+
+# ======================================================================================================================
+# 1. Settings
+#
+# Every setting is a row of a table. Its value comes from an option, else (with -c and -r) the session, else the
+# environment, else the config file, else the default, and remembers which, so that a fault can name it. YAML turns `no` into false, 4.0 into
+# a number and 22:22 into 1342, so mm reads YAML's scalars as they were written and lets the row's kind decide.
+# A config file is never taken from the current directory: a cloned repository must not choose where prompts go.
+# ======================================================================================================================
+
+SETTINGS = {  # key: (kind, default, variable of the environment, option); url and think are no keys of the config file
+    "provider": ("text", "", "MM_PROVIDER", "--provider"),
+    "model": ("text", "", "MM_MODEL", "--model"),
+    "url": ("text", "", "MM_BASE_URL", "--url"),
+    "system": ("text", "", "", "--system"),
+    "think": ("flag", None, "", "--think"),
+    "showThinking": ("flag", True, "", ""),
+    "watchdogTimeout": ("seconds", 20.0, "", "--watchdog"),
+    "firstTokenTimeout": ("seconds", 120.0, "", "--first-token"),
+    "retries": ("count", 1, "", "--retries"),
+    "maxSteps": ("count", 25, "", "--max-steps"),
+    "tools": ("names", [], "", "--tools"),
+    "commands": ("as it is", {}, "", ""),
+    "commandTimeout": ("seconds", 120.0, "", ""),
+    "compactAt": ("fraction", 0.8, "", ""),
+    "contextWindow": ("count", 0, "", ""),
+    "reasoningEcho": ("flag", False, "", ""),
+    "save": ("flag", True, "", "--no-save"),
+    "sampling": ("map", {}, "", ""),
+    "providers": ("as it is", {}, "", ""),
 }
-NOT_IN_A_FILE = {"url": ("text", ""), "think": ("flag", None)}  # from an option or the environment only
-DEFAULTS = {key: default for key, (_, default) in {**SETTINGS, **NOT_IN_A_FILE}.items()}
-PROVIDER_KEYS = {  # the keys of an entry below `providers:`
+FILE_KEYS = [key for key in SETTINGS if key not in ("url", "think")]
+PROVIDER_KEYS = {  # the keys of an entry below `providers:`, and their kinds
     "like": "text", "url": "text", "fallback": "names", "apiKeyEnv": "text", "model": "text", "local": "flag",
     "sampling": "map", "thinkTags": "flag", "protocol": "protocol", "template": "template",
 }
-ENVIRONMENT = {"MM_PROVIDER": "provider", "MM_MODEL": "model", "MM_BASE_URL": "url"}
-KEY_LIKE = re.compile(r"(?i)^(api[-_]?key|key|token|secret|password|bearer)$")
+LOOKS_LIKE_A_SECRET = re.compile(r"(?i)^(api[-_]?key|key|token|secret|password|bearer)$")
+KEY_IN_FILE = "a key does not belong in this file: put it into an environment variable, and that variable's name here as apiKeyEnv"
 
 
 class Bare(str):
@@ -127,55 +256,8 @@ def typed(value):
     return json_or_text(value) if isinstance(value, Bare) else value
 
 
-def json_or_text(text):
-    try:
-        return read_json(text)
-    except ValueError:
-        return str(text)
-
-
-MAX_DEPTH = 100  # of JSON; what is nested deeper is an attack on a parser, and no server's answer
-
-
-def finite(text):
-    number = float(text)
-    return number if abs(number) < float("inf") else None
-
-
-JSON_VALUE = json.JSONDecoder(parse_float=finite, parse_constant=lambda word: None).raw_decode
-
-
-def json_value(text, place=0):
-    """The JSON value at a place of `text` -> (value, where it ends). NaN and Infinity become null. Raises ValueError only."""
-    try:
-        value, end = JSON_VALUE(text, place)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if text.count("[", place, end) + text.count("{", place, end) > MAX_DEPTH:
-        level, depth = [value], 0
-        while level:
-            level = [item for part in level if isinstance(part, (dict, list)) for item in (part.values() if isinstance(part, dict) else part)]
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ValueError("nested too deeply")
-    return value, end
-
-
-def read_json(text):
-    """The one JSON value that `text` is. Raises ValueError."""
-    text = text.strip()
-    value, end = json_value(text)
-    if end != len(text) or text in ("NaN", "Infinity", "-Infinity"):
-        raise ValueError(f"not one JSON value: {text[:40]!r}")
-    return value
-
-
-def clean(text):
-    """`text` with surrogate pairs joined and lone surrogates replaced, so that it can be encoded."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def that(fine, value):
+def require(fine, value=None):
+    """`value`, or ValueError where it is not fine."""
     if not fine:
         raise ValueError
     return value
@@ -183,12 +265,12 @@ def that(fine, value):
 
 def number(value, most=1e9):
     """Also from text such as 5e-4, as YAML gives it; no bool, nan or negative number."""
-    return that(not isinstance(value, bool) and 0 <= float(value) <= most, float(value))
+    return require(not isinstance(value, bool) and 0 <= float(value) <= most, float(value))
 
 
 def names(value):
     items = value.split(",") if isinstance(value, str) else value
-    return that(isinstance(items, list), [item.strip() for item in items if item.strip()])
+    return require(isinstance(items, list), [item.strip() for item in items if item.strip()])
 
 
 FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -197,12 +279,13 @@ KINDS = {  # kind: (how it is read, which may raise anything; what a person is t
     "text": (clean, "text (put it in quotes)"),
     "flag": (lambda value: FLAGS[str(value).strip().lower()], "true or false"),
     "seconds": (number, "a number of seconds, such as 20"),
-    "count": (lambda value: that(number(value) % 1 == 0, int(number(value))), "a whole number, 0 or more"),
+    "count": (lambda value: require(number(value) % 1 == 0, int(number(value))), "a whole number, 0 or more"),
     "fraction": (lambda value: number(value, 1), "a number from 0 to 1"),
     "names": (names, "a list of names"),
-    "map": (lambda value: that(isinstance(value, dict), typed(value)), "a map of keys and values"),
-    "protocol": (lambda value: that(value in ("chat", "completions"), str(value)), "chat or completions"),
-    "template": (lambda value: that(value in FORMATS, str(value)), ", ".join(FORMATS)),
+    "map": (lambda value: require(isinstance(value, dict), typed(value)), "a map of keys and values"),
+    "as it is": (lambda value: require(isinstance(value, dict), value), "a map of keys and values"),  # each entry is read on its own
+    "protocol": (lambda value: require(value in ("chat", "completions"), str(value)), "chat or completions"),
+    "template": (lambda value: require(value in FORMATS, str(value)), ", ".join(FORMATS)),
 }
 
 
@@ -216,15 +299,25 @@ def converted(value, kind, where):
         raise MMError("config", f"{where}: wants {wanted}, not {shown}") from None
 
 
-def one_line(text, limit=500):
-    """`text` on one line of at most `limit` characters, with runs of white space folded."""
-    text = " ".join(str(text).split())
-    return text if len(text) <= limit else text[:limit - 1] + "…"
-
-
 def not_set(value):
-    """Empty and blank mean 'not set' wherever a value comes from (`key:` in YAML, `VAR=` from a compose file)."""
-    return value is None or isinstance(value, Bare) and value in ("", "~", "null") or value == {} or value == []
+    """What stands for nothing in a config file: `key:`, `key: ~`, an empty list or map. (A quoted "" is an empty text.)"""
+    return value is None or value == {} or value == [] or (isinstance(value, Bare) and value in ("", "~", "null"))
+
+
+class Faults(list):
+    """What is wrong, so that a person hears all of it at once: `with faults:` takes in an MMError, raise_all() raises them."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if isinstance(error, MMError):
+            self.extend(error.message.split("\n"))
+            return True
+
+    def raise_all(self):
+        if self:
+            raise MMError("config", "\n".join(self))
 
 
 class Settings:
@@ -235,7 +328,7 @@ class Settings:
     """
 
     def __init__(self):
-        self.values = dict(DEFAULTS)
+        self.values = {key: default for key, (_, default, _, _) in SETTINGS.items()}
         self.sources, self.notices, self.file = {}, [], ""
 
     def __getitem__(self, key):
@@ -245,31 +338,29 @@ class Settings:
         return self.sources.get(key, "")
 
     def put(self, key, value, source):
-        kind = {**SETTINGS, **NOT_IN_A_FILE}[key][0]
-        self.values[key] = converted(value, kind, source)
+        self.values[key] = converted(value, SETTINGS[key][0], source)
         self.sources[key] = source
 
 
 def load_settings(options, config="", environ=os.environ):
-    """The settings of a run. options: {key: (value, option name)} from the command line; config: --config's value.
+    """The settings of a run. options: {key: value} from the command line; config: --config's value.
 
-    Raises MMError("config") with one line per fault.
+    Raises MMError("config") with one line per fault. (A session that is resumed comes later, in section 14.)
     """
-    settings, faults = Settings(), []
+    settings, faults = Settings(), Faults()
     path, named_by = config_path(config, environ)
     if path:
         settings.file = path
-        faults += take_file(settings, path, named_by)
-    for variable, key in ENVIRONMENT.items():
-        if environ.get(variable, "").strip():
-            settings.put(key, environ[variable].strip(), f"${variable}")
-    for key, (value, option) in options.items():
-        try:
-            settings.put(key, value, option)
-        except MMError as fault:
-            faults.append(fault.message)
-    if faults:
-        raise MMError("config", "\n".join(faults))
+        with faults:
+            take_file(settings, path, named_by)
+    for key, (_, _, variable, option) in SETTINGS.items():
+        with faults:
+            if variable and environ.get(variable, "").strip():
+                settings.put(key, environ[variable].strip(), f"${variable}")
+        with faults:
+            if key in options:
+                settings.put(key, options[key], option)
+    faults.raise_all()
     return settings
 
 
@@ -279,8 +370,8 @@ def config_path(option, environ):
         return option, "--config"
     if environ.get("MM_CONFIG", "").strip():
         return os.path.expanduser(environ["MM_CONFIG"].strip()), "$MM_CONFIG"
-    folder = os.path.dirname(os.path.realpath(__file__))
-    folder = os.path.dirname(folder) if os.path.isfile(folder) else folder  # mm.pyz: beside it, not in it
+    around = os.path.dirname(os.path.realpath(__file__))
+    folder = os.path.dirname(around) if os.path.isfile(around) else around  # mm.pyz: beside it, not in it
     for path in (os.path.join(folder, "config.yaml"), os.path.join(xdg_home("XDG_CONFIG_HOME", ".config", environ), "config.yaml")):
         if os.path.isfile(path):
             return path, ""
@@ -308,46 +399,42 @@ def home():
 
 
 def take_file(settings, path, named_by):
-    """Puts a config file's values into `settings`; -> its faults, a line each."""
+    """Puts a config file's values into `settings`. Raises MMError with a line per fault."""
     try:
         with open(path, "rb") as file:
             raw = file.read(1 << 20)
     except OSError as error:
-        return [f"{path}: {error.strerror}" + (f" (named by {named_by})" if named_by else "")]
-    try:
-        data = parse_config(raw)
-    except MMError as fault:
-        return [f"{path}: {fault.message}"]
-    if data is None:
-        return []
+        raise MMError("config", f"{path}: {error.strerror}" + (f" (named by {named_by})" if named_by else "")) from None
+    data = blaming(path, parse_config, raw) or {}
     if not isinstance(data, dict):
-        return [f"{path}: wants keys and values, such as `model: qwen3`"]
-    faults = []
+        raise MMError("config", f"{path}: wants keys and values, such as `model: qwen3`")
+    faults = Faults()
     for key, value in data.items():
         where = f"{path}: {key}"
-        if KEY_LIKE.match(key):
+        if LOOKS_LIKE_A_SECRET.match(key):
             faults.append(f"{where}: {KEY_IN_FILE}")
-        elif key not in SETTINGS:
-            below = " (it belongs below `providers: NAME:`)" if key in PROVIDER_KEYS else did_you_mean(key, SETTINGS)
+        elif key not in FILE_KEYS:
+            below = " (it belongs below `providers: NAME:`)" if key in PROVIDER_KEYS else did_you_mean(key, FILE_KEYS)
             settings.notices.append(f"{where}: unknown key{below}")
         elif not not_set(value):
-            try:
+            with faults:
                 settings.put(key, value, where)
                 if key == "providers":
-                    settings.values[key] = take_providers(value, where, settings.notices)
-                elif key == "commands":
-                    settings.values[key] = value  # what is text in a command line stays as it was written
-            except MMError as fault:
-                faults += fault.message.split("\n")
-    return faults
+                    settings.values[key] = checked_providers(value, where, settings.notices)
+    faults.raise_all()
 
 
-KEY_IN_FILE = "a key does not belong in this file: put it into an environment variable, and that variable's name here as apiKeyEnv"
+def blaming(where, function, *arguments):
+    """function(*arguments), its MMError beginning with where the fault stands."""
+    try:
+        return function(*arguments)
+    except MMError as error:
+        raise MMError(error.kind, f"{where}: {error.message}") from None
 
 
-def take_providers(entries, where, notices):
-    """The entries below `providers:`, each value checked for its kind. Raises MMError with a line per fault."""
-    checked, faults = {}, []
+def checked_providers(entries, where, notices):
+    """The entries below `providers:`, each value read as its kind. Raises MMError with a line per fault."""
+    checked, faults = {}, Faults()
     for name, entry in entries.items():
         checked[name] = {}
         if not isinstance(entry, dict):
@@ -355,27 +442,18 @@ def take_providers(entries, where, notices):
             continue
         for key, value in entry.items():
             at = f"{where}.{name}.{key}"
-            if KEY_LIKE.match(key):
+            if LOOKS_LIKE_A_SECRET.match(key):
                 faults.append(f"{at}: {KEY_IN_FILE}")
             elif key not in PROVIDER_KEYS:
-                above = " (it belongs at the top of the file)" if key in SETTINGS else did_you_mean(key, PROVIDER_KEYS)
+                above = " (it belongs at the top of the file)" if key in FILE_KEYS else did_you_mean(key, PROVIDER_KEYS)
                 notices.append(f"{at}: unknown key{above}")
             elif key == "apiKeyEnv" and not not_set(value) and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(value)):
                 faults.append(f"{at}: wants the name of an environment variable (its value is not shown here)")
-            elif not not_set(value) or key == "fallback" and value == []:
-                try:
+            elif not not_set(value) or (key == "fallback" and value == []):  # no fallback is not the provider's own fallback
+                with faults:
                     checked[name][key] = converted(value, PROVIDER_KEYS[key], at)
-                except MMError as fault:
-                    faults.append(fault.message)
-    if faults:
-        raise MMError("config", "\n".join(faults))
+    faults.raise_all()
     return checked
-
-
-def did_you_mean(word, words):
-    import difflib  # only when something is misspelt
-    close = difflib.get_close_matches(word, words, 1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def parse_config(raw):
@@ -387,7 +465,7 @@ def parse_config(raw):
     problem = None
     if text.lstrip()[:1] in ("{", "["):  # YAML forbids the tabs that JSON allows
         try:
-            json_value(text.strip())
+            json_value(text.strip())  # for its limit of depth
             return json.loads(text, object_pairs_hook=no_duplicates)
         except ValueError as error:
             problem = error
@@ -443,13 +521,13 @@ def from_yaml(node, yaml, seen):
 # ======================================================================================================================
 # 2. Errors
 #
-# Servers say what is wrong in a dozen shapes (WORDS_KEYS), as a web page, as a stack trace of their template engine, or
+# Servers say what is wrong in a dozen shapes (SENTENCE_KEYS), as a web page, as a stack trace of their template engine, or
 # not at all. This section finds the sentence, and the HINTS table adds what to do about it. A 500 from llama.cpp mostly
 # means 'your request', so a status alone says little. Unknown errors come through in the server's own words.
 # ======================================================================================================================
 
 MAX_WORDS = 1 << 16  # characters of an error that are looked at
-WORDS_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason", "error_description", "title")
+SENTENCE_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason", "error_description", "title")
 OVERFLOW = re.compile(r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length|prompt (is )?too long"
                       r"|tokens to keep|longer than the context|max_tokens must be at least 1, got -")
 OVERFLOW_PROMPT = re.compile(r"(?i)request \((\d{1,12}) tokens|input has (\d{1,12}) tokens|(\d{1,12}) in the messages|passed (\d{1,12}) input"
@@ -458,7 +536,7 @@ OVERFLOW_WINDOW = re.compile(r"(?i)context (?:size|length|window) \((\d{1,12})|m
                              r"|context (?:size|length|window)[a-z' ]{0,24}?(\d{1,12})")
 HINTS = (  # (HTTP statuses, or none for any; what the words look like; kind; what to do; what may be tried)
     ((), r"--jinja|Unsupported param: tools|Cannot use tools with stream", "server", "start llama-server with --jinja", ""),
-    ((), r"enable-auto-tool-choice", "server", "start vLLM with these two options", ""),
+    ((), r"enable-auto-tool-choice", "server", "start vLLM with the options that it names", ""),
     ((), r"(?i)loading model|model is loading", "server", "", "loading"),
     ((401, 403), r"", "auth", "{key}", ""),
     ((), r"(?i)(model|backend)\b.{0,200}(not found|not exist|not a valid|unknown|not loaded)"
@@ -471,31 +549,31 @@ HINTS = (  # (HTTP statuses, or none for any; what the words look like; kind; wh
 )
 
 
-def words(value):
+def sentence(value):
     """The sentence in a server's error, wherever it stands: JSON of any nesting, JSON inside a string, text."""
     if isinstance(value, str):
         text = value.strip()[:MAX_WORDS]
         if text[:1] in ("{", "["):
             try:
-                return words(read_json(text)) or text
+                return sentence(read_json(text)) or text
             except ValueError:
                 pass
-        return template_words(text)
+        return template_sentence(text)
     if isinstance(value, list):
-        return "; ".join(filter(None, (words(item) for item in value[:8])))
+        return "; ".join(filter(None, (sentence(item) for item in value[:8])))
     if not isinstance(value, dict):
         return ""
-    found = next(filter(None, (words(value.get(key)) for key in WORDS_KEYS)), "")
+    found = next(filter(None, (sentence(value.get(key)) for key in SENTENCE_KEYS)), "")
     if isinstance(value.get("loc"), list):  # FastAPI names the field it refused
         found = ".".join(str(part) for part in value["loc"]) + ": " + found
     metadata = value.get("metadata")
-    if isinstance(metadata, dict) and words(metadata.get("raw")):  # OpenRouter: what the server behind it said
-        found = f"{found}: {words(metadata['raw'])}"
+    if isinstance(metadata, dict) and sentence(metadata.get("raw")):  # OpenRouter: what the server behind it said
+        found = f"{found}: {sentence(metadata['raw'])}"
     return found
 
 
-def template_words(text):
-    """llama.cpp's template errors quote the template's source; only the sentence is of use (seen in llama-server 11434 and in older ones)."""
+def template_sentence(text):
+    """llama.cpp's template errors quote the template's source; only the sentence is of use (builds 11434 and older ones)."""
     if "Error: " in text and "While executing" in text:
         return "the chat template refuses this: " + text.rsplit("Error: ", 1)[1].replace("Jinja Exception: ", "").strip()
     old = re.match(r"(.+?) at row \d+, column \d+:\s*\n", text)
@@ -513,25 +591,9 @@ def page_title(text):
     return one_line(re.sub(r"<[^>]*>?|>", "", title.group(1)), 80) if title else ""
 
 
-def web_page(title, url):
+def web_page_error(title, url):
     named = f' ("{title}")' if title else ""
     return MMError("not_found", f"{url} answered with a web page{named}, not with an API: check the URL (most end in /v1)")
-
-
-def decoded(raw):
-    """A body's bytes as text: UTF-8, else Latin-1 (some proxies write their errors so)."""
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return raw.decode("latin-1")
-
-
-def refuses_thoughts(error):
-    """Whether a refusal is about the template or the thinking in a history; `Failed to parse input` is about what the model said."""
-    if error.kind not in ("server", "not_found") or "Failed to parse input" in error.message:
-        return False
-    plain = error.kind == "server" and error.again in ("", "stream")  # else the field itself must be named
-    return re.search(r"(?i)template|jinja|reasoning|thinking|thought" if plain else r"reasoning_content|\breasoning\b", error.message) is not None
 
 
 def explain(status, body, backend, url, wait=None):
@@ -543,12 +605,14 @@ def explain(status, body, backend, url, wait=None):
     text = decoded(body) if isinstance(body, bytes) else body
     title = page_title(text) if isinstance(text, str) else None
     if title is not None and status not in (401, 403, 429, 502, 503, 504):
-        return web_page(backend.redact(title), url)
+        return web_page_error(backend.redact(title), url)
     shape = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-    said = backend.redact(words(text) if title is None else title) or ("" if isinstance(text, str) else backend.redact(shape))
-    said = said[:MAX_WORDS // 16]
+    said = sentence(text) if title is None else title
+    if not said and not isinstance(text, str):  # JSON of a shape that is not known
+        said = shape
+    said = backend.redact(said)[:MAX_WORDS // 16]
     if status in (0, 400, 413, 422, 500) and OVERFLOW.search(said + shape[:2000]):
-        return overflow(said, shape[:MAX_WORDS])
+        return overflow_error(said, shape[:MAX_WORDS])
     if status == 0 and not said:
         said = "the server reported an error and gave no reason"
     kind, advice, again = "server", "", "stream" if status == 0 else ""
@@ -556,13 +620,15 @@ def explain(status, body, backend, url, wait=None):
         if (status in statuses or not statuses) and re.search(pattern, said):
             kind, advice, again = its_kind, its_advice, its_again
             break
-    if status == 0 and again == "busy":
+    if status == 0 and again == "busy":  # said in the middle of a stream, without a Retry-After
         again = "stream"
+    refused = ""
     if status in (400, 422) and not again:
-        again = next((f"field:{name}" for name, look in backend.optional_looks() if re.search(look, said)), "")
+        refused = next((name for name, look in backend.refusal_looks() if re.search(look, said)), "")
+        again = "field" if refused else ""
     advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url, host=urlsplit(url).netloc)
     code = f"HTTP {status}" if status else ""
-    return MMError(kind, compose(said, code, advice), again, wait if wait is not None else 1.0)
+    return MMError(kind, compose(said, code, advice), again, wait if wait is not None else 1.0, refused)
 
 
 def compose(said, code, advice, limit=500):
@@ -571,13 +637,12 @@ def compose(said, code, advice, limit=500):
     return one_line(said, limit - len(tail) - 1).rstrip(".: ") + tail
 
 
-def overflow(said, shape):
+def overflow_error(said, shape):
     """The two numbers of a context overflow, wherever the server put them."""
-    def number(pattern, key):
-        in_json = re.search(rf'"{key}"\s*:\s*(\d{{1,12}})', shape)
-        found = in_json or pattern.search(said)
-        return next((int(group) for group in found.groups() if group), 0) if found else 0
-    prompt, window = number(OVERFLOW_PROMPT, "n_prompt_tokens"), number(OVERFLOW_WINDOW, "n_ctx")
+    def tokens(pattern, key):
+        match = re.search(rf'"{key}"\s*:\s*(\d{{1,12}})', shape) or pattern.search(said)
+        return next((int(group) for group in match.groups() if group), 0) if match else 0
+    prompt, window = tokens(OVERFLOW_PROMPT, "n_prompt_tokens"), tokens(OVERFLOW_WINDOW, "n_ctx")
     if prompt and window:
         return MMError("overflow", f"the prompt has {prompt:,} tokens and the context holds {window:,}: "
                                    "ask for less, or start the server with a larger context", window=window)
@@ -585,7 +650,10 @@ def overflow(said, shape):
 
 
 def causes(error):
-    """An exception and what it was raised from, outermost first: requests wraps urllib3 wraps http.client wraps OSError."""
+    """An exception and what it was raised from, outermost first: requests wraps urllib3 wraps http.client wraps OSError.
+
+    Some of them hold the cause as an argument, some as `reason`.
+    """
     seen, waiting = [], [error]
     while waiting and len(seen) < 20:
         error = waiting.pop(0)
@@ -595,54 +663,55 @@ def causes(error):
     return seen
 
 
-def explain_exception(error, backend, proxy, answered):
-    """MMError for an exception of requests, urllib3, http.client or a socket.
-
-    proxy: the proxy's URL if one was used; answered: whether the response had begun.
-    """
-    import socket
-    import ssl
-    chain = causes(error)
-    host = urlsplit(backend.url).hostname
-    undialled = next((e for e in chain if isinstance(e, Undialled)), None)
-    reason = one_line(next((e for e in reversed(chain) if isinstance(e, OSError) and e.strerror), chain[-1]), 200)
-    if answered:
-        return MMError("interrupted", "the connection was cut", "stream")
-    if proxy and (undialled or any(type(e).__name__ == "ProxyError" for e in chain)):
-        return MMError("unreachable", f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
-                                      f"set NO_PROXY={host} to go round it")
-    if any(isinstance(e, ssl.SSLError) for e in chain) or any(type(e).__name__ == "SSLError" for e in chain):
-        wrong = "is it plain http?" if "WRONG_VERSION" in repr(chain) or "RECORD_LAYER" in repr(chain) else "check its certificate"
-        return MMError("unreachable", compose(f"no TLS connection to {host}: {reason}", "", wrong))
-    if undialled and any(isinstance(e, socket.gaierror) for e in chain):
-        return MMError("unreachable", f"no host named {host} is known: check the URL{backend.container_advice()}")
-    if undialled:
-        return MMError("unreachable", compose(f"nothing answers at {show_url(backend.url)} ({undialled})", "", backend.start_advice()))
-    if any(type(e).__name__ in ("InvalidURL", "InvalidSchema", "InvalidProxyURL", "MissingSchema", "LocationParseError", "UnicodeError")
-           for e in chain):
-        return MMError("config", f"{show_url(backend.url)} is not a URL that can be asked: {one_line(error, 200)}")
-    if any(type(e).__name__ in ("BadStatusLine", "LineTooLong", "UnknownProtocol") for e in chain) and "Remote end" not in repr(chain):
-        return MMError("protocol", f"what answers at {show_url(backend.url)} does not speak HTTP: check the URL's port", "stream")
-    return MMError("interrupted", f"the connection was cut before the server answered ({reason})", "stream")
-
-
-class Undialled(OSError):
-    """No connection could be made; says which addresses were tried, as `localhost` can be two of them."""
-
-
 def show_url(url):
     """A URL as it may be shown: without a user, password or query, which can hold keys."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+class Undialled(OSError):
+    """No connection could be made; says which addresses were tried, as `localhost` can be two of them."""
+
+
+def explain_exception(error, backend, proxy, answered):
+    """MMError for an exception of requests, urllib3, http.client or a socket.
+
+    proxy: the proxy's URL if one was used; answered: whether the response had begun. Classes are looked for by name, as they
+    stand in other modules in urllib3 1.26 and 2, and as importing them takes time.
+    """
+    import socket
+    import ssl
+    if answered:
+        return MMError("interrupted", "the connection was cut", "stream")
+    chain = causes(error)
+    classes = {type(e).__name__ for e in chain}
+    host, shown = urlsplit(backend.url).hostname, show_url(backend.url)
+    undialled = next((e for e in chain if isinstance(e, Undialled)), None)
+    reason = one_line(next((e for e in reversed(chain) if isinstance(e, OSError) and e.strerror), chain[-1]), 200)
+    if proxy and (undialled or "ProxyError" in classes):
+        return MMError("unreachable", f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
+                                      f"set NO_PROXY={host} to go round it")
+    if "SSLError" in classes or any(isinstance(e, ssl.SSLError) for e in chain):
+        wrong = "is it plain http?" if "WRONG_VERSION" in repr(chain) or "RECORD_LAYER" in repr(chain) else "check its certificate"
+        return MMError("unreachable", compose(f"no TLS connection to {host}: {reason}", "", wrong))
+    if undialled and any(isinstance(e, socket.gaierror) for e in chain):
+        return MMError("unreachable", f"no host named {host} is known: check the URL{backend.container_advice()}")
+    if undialled:
+        return MMError("unreachable", compose(f"nothing answers at {shown} ({undialled})", "", backend.start_advice()))
+    if classes & {"InvalidURL", "InvalidSchema", "InvalidProxyURL", "MissingSchema", "LocationParseError", "UnicodeError"}:
+        return MMError("config", f"{shown} is not a URL that can be asked: {one_line(error, 200)}")
+    if classes & {"BadStatusLine", "LineTooLong", "UnknownProtocol"} and "Remote end" not in repr(chain):
+        return MMError("protocol", f"what answers at {shown} does not speak HTTP: check the URL's port", "stream")
+    return MMError("interrupted", f"the connection was cut before the server answered ({reason})", "stream")
+
+
 # ======================================================================================================================
 # 3. Providers
 #
 # A server is an entry of PROVIDERS: data, no code. It is resolved once into a Backend (URL after overrides, key, model).
-# The probe only ever advises: a server may be started after mm. Line is how a server is reached: one connection per call,
+# The probe only ever advises: a server may be started after mm. A server is reached by a Connection of mm's own, one per call,
 # which any thread can cut at any moment. requests offers no such thing (closing a response blocks until its next byte,
-# closing a session before the headers does nothing), so Line keeps a second handle on the socket and shuts that.
+# closing a session before the headers does nothing), so Connection keeps a second handle on the socket and shuts that.
 # ======================================================================================================================
 
 USAGE = {"stream_options": {"include_usage": True}}
@@ -657,24 +726,33 @@ BOTH_SWITCHES = {  # Qwen's templates read enable_thinking, DeepSeek's and Grani
 LLAMA_PROPS = "/props?model={model}&autoload=false"
 
 PROVIDERS = {
-    # url, fallback: base URLs.  apiKeyEnv: the variable that holds the key.  local: runs on the user's own machines.
-    # start, get: how the server is started, how a model is got.  fields: optional request fields it takes.
-    # thinking: how it is told to think or not.  window: where it says what context it serves, which is not the trained one: a path from
-    # the base URL, or from the server's root after "/", then keys; [] picks the entry of the model that is used.
-    # tools: the same for whether the model's template takes tools; where it does not, they are ignored without an error.
-    # echo: the field of a message that the server reads thinking back from; render: where it shows the prompt that messages become;
-    # keeps: like tools, whether the template keeps all thinking of a history.
+    # url, fallback     base URLs; the others are asked when the first does not answer
+    # local             it runs on the user's own machines: found by itself, its first model is used, thinking may go back to it
+    # apiKeyEnv         the variable that holds its key
+    # fields            optional fields that its requests take; one that is refused is left out from then on
+    # thinking          how it is told to think or not
+    # start, get        how it is started, how a model is got
+    # A page of the server is a path below the base URL, or below the server's root if it begins with "/"; keys lead to a value in
+    # it, dots between them, [] for the list's entry of the model in use ("data.[].meta.n_ctx"):
+    # window            pages that tell the context it serves, which can be less than the model was trained for
+    # tools             page that tells whether the model's template takes tools; where not, they are ignored without an error
+    # For thinking that is sent back (reasoningEcho, section 6):
+    # echo              the field of a message that it is read from
+    # render            page that shows the prompt that messages become
+    # keeps             page that tells whether the template keeps all thinking of a history
+    # For raw prompts (section 7):
+    # limit             what must be said so that an answer is not cut after 16 tokens, as OpenAI's protocol has it
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH, "echo": "reasoning_content",
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH, "echo": "reasoning_content", "limit": {},
         "start": "docker desktop enable model-runner --tcp 12434", "get": "docker model pull {model}",
         "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
     },
     "llamacpp": {
         "url": "http://localhost:8080/v1", "fallback": ["http://host.docker.internal:8080/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
-        "echo": "reasoning_content", "render": "/apply-template",
+        "echo": "reasoning_content", "render": "/apply-template", "limit": {},
         "start": "llama-server -m MODEL.gguf --port 8080", "get": "it has the models that --models lists",
         "window": [("models", "data.[].meta.n_ctx"),
                    (LLAMA_PROPS, "default_generation_settings.n_ctx")],
@@ -712,28 +790,31 @@ PROVIDERS = {
         "window": [("models", "data.[].context_length")],
     },
 }
-# A server that only a URL is known of: nothing optional is sent, so that the strictest one takes the request.
+# A server of which only a URL is known: nothing optional is sent, so that the strictest one takes the request.
 PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
-NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "window": [], "tools": (), "echo": "reasoning_content", "render": "", "keeps": (),
-            "start": "", "get": "", "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
+NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "start": "", "get": "", "window": [], "tools": (),
+            "echo": "reasoning_content", "render": "", "keeps": (), "limit": {"max_tokens": 2048}, "model": "", "sampling": {},
+            "thinkTags": False, "protocol": "chat", "template": ""}
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 2.0
 MAX_LIST = 8 << 20  # bytes of a model list
 
 
-class Line:
+# -- reaching a server
+
+class Connection:
     """The connection of one HTTP exchange; hang_up() ends it from any thread, at any moment from the first SYN on."""
 
     def __init__(self):
-        self.handles, self.connections, self.hung_up = [], [], False
+        self.handles, self.dialled, self.hung_up = [], [], False
 
     def dial(self, host, port, connection):
         """-> a connected socket for urllib3's connection; raises Undialled with every address tried, or gaierror inside it."""
         import socket
         tried = []
-        self.connections.append(connection)
+        self.dialled.append(connection)
         try:
             addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
         except OSError as error:
@@ -756,24 +837,12 @@ class Line:
 
     def hold(self, sock):
         self.handles.append(sock.dup())  # outlives TLS, which takes the socket object away
-        if self.hung_up:
+        if self.hung_up:  # before there was a handle to shut
             self.hang_up()
             raise OSError("hung up")
 
-    def hang_up_after(self, seconds):
-        """-> a running timer; cancel() it in time, or the line is hung up."""
-        import threading
-        timer = threading.Timer(seconds, self.hang_up)
-        timer.start()
-        return timer
-
-    def close(self):
-        """Closes what hang_up() ended; for the thread that read from it. (urllib3's pools leave that to the garbage collector.)"""
-        self.hang_up()
-        for connection in self.connections:
-            connection.close()
-
     def hang_up(self):
+        """Ends it: whoever waits for its next byte is woken by an error."""
         import socket
         self.hung_up = True
         while self.handles:
@@ -783,6 +852,18 @@ class Line:
             except OSError:
                 pass  # never connected, or already gone
             handle.close()
+
+    def hang_up_after(self, seconds):
+        """-> a running timer; cancel() it in time, or the connection is ended."""
+        timer = threading.Timer(seconds, self.hang_up)
+        timer.start()
+        return timer
+
+    def close(self):
+        """For the thread that read from it, at its end: frees what urllib3's pools would leave to the garbage collector."""
+        self.hang_up()
+        for connection in self.dialled:
+            connection.close()
 
 
 def need_requests():
@@ -796,25 +877,30 @@ def need_requests():
 
 @functools.lru_cache(maxsize=None)
 def dialling_adapter():
-    """requests' HTTPAdapter, made so that a Line dials its connections: Adapter(line). Made once, when requests is there."""
+    """requests' HTTPAdapter, but its sockets come from a Connection: dialling_adapter()(connection).
+
+    requests asks an adapter, which has a manager of pools, one for each host; a pool makes urllib3's connections, and those get
+    their socket from _new_conn. So each of these must hand the Connection on. The classes are made once, and not before requests
+    is needed; a pool for SOCKS makes its sockets in its own way.
+    """
     from requests.adapters import HTTPAdapter
     from urllib3.connection import HTTPConnection, HTTPSConnection
     from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
     class Dialled:
-        def __init__(self, *args, line, **kwargs):
+        def __init__(self, *args, connection, **kwargs):
             super().__init__(*args, **kwargs)
-            self.line = line
+            self.connection = connection
 
         def _new_conn(self):
-            return self.line.dial(self.host, self.port, self)
+            return self.connection.dial(self.host, self.port, self)
 
     pools = {"http": type("Pool", (HTTPConnectionPool,), {"ConnectionCls": type("Plain", (Dialled, HTTPConnection), {})}),
              "https": type("Pool", (HTTPSConnectionPool,), {"ConnectionCls": type("Secure", (Dialled, HTTPSConnection), {})})}
 
     class Adapter(HTTPAdapter):
-        def __init__(self, line):
-            self.pools = {scheme: functools.partial(pool, line=line) for scheme, pool in pools.items()}
+        def __init__(self, connection):
+            self.pools = {scheme: functools.partial(pool, connection=connection) for scheme, pool in pools.items()}
             super().__init__()
 
         def init_poolmanager(self, *args, **kwargs):
@@ -830,8 +916,8 @@ def dialling_adapter():
     return Adapter
 
 
-def open_session(line, url):
-    """A requests.Session whose connections are dialled by `line`, and the proxy it uses for `url` (or "").
+def open_session(connection, url):
+    """A requests.Session whose sockets come from `connection`, and the proxy it uses for `url` (or "").
 
     Neither ~/.netrc nor the proxy variables are left to requests: netrc would replace the key, and a proxy would be asked
     for loopback.
@@ -839,8 +925,8 @@ def open_session(line, url):
     requests = need_requests()
     session = requests.Session()
     session.trust_env = False
-    session.mount("http://", dialling_adapter()(line))
-    session.mount("https://", dialling_adapter()(line))
+    session.mount("http://", dialling_adapter()(connection))
+    session.mount("https://", dialling_adapter()(connection))
     session.verify = next((os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), True)
     proxy = ""
     if not is_near(urlsplit(url).hostname or ""):
@@ -853,27 +939,6 @@ def is_near(host):
     """Loopback and Docker's own names: never through a proxy."""
     return host == "localhost" or host.endswith((".localhost", ".docker.internal")) or host == "::1" or \
         re.fullmatch(r"127(\.\d+){1,3}", host) is not None
-
-
-def fetch(line, backend, path, found, body=None):
-    """GETs `path` below the base URL (below the server's root if it begins with "/") and calls found(status, JSON or None).
-
-    body: JSON that is posted instead. Where nothing answered, that is (0, an MMError which says why). Meant to be run in a
-    thread: a name look-up can outlast any timeout.
-    """
-    answer, proxy = (0, None), ""
-    try:
-        session, proxy = open_session(line, backend.url)
-        with session, session.request("POST" if body else "GET", backend.endpoint(path), json=body, headers=backend.headers(),
-                                      stream=True, allow_redirects=False, timeout=PROBE_SECONDS) as response:
-            answer = response.status_code, None
-            answer = response.status_code, read_json(decoded(beginning(response, MAX_LIST)))
-    except Exception as error:  # the probe only advises: what cannot be read is not there
-        if not answer[0]:
-            answer = 0, error if isinstance(error, MMError) else explain_exception(error, backend, proxy, False)
-    finally:
-        found(*answer)
-        line.close()
 
 
 def beginning(response, most):
@@ -889,28 +954,52 @@ def beginning(response, most):
     return raw
 
 
-def fetch_all(asked, good, seconds=PROBE_SECONDS):
-    """Fetches [(backend, path[, body]), …] side by side; -> (index, status, JSON) of the first in that order that is good, or None."""
-    import queue
-    import threading
-    box, answers, deadline, open_lines = queue.SimpleQueue(), {}, time.monotonic() + seconds, []
-    for index, (backend, path, *body) in enumerate(asked):
-        found = lambda status, data, index=index: box.put((index, status, data))  # noqa: E731
-        open_lines.append(Line())
-        threading.Thread(target=fetch, args=(open_lines[-1], backend, path, found, *body), daemon=True).start()
+def fetch(connection, backend, path, tell, body=None):
+    """GETs `path` below the base URL (below the server's root if it begins with "/") and calls tell(status, JSON or None).
 
-    def first_good():  # in order, as long as none before it may still answer
+    body: JSON that is posted instead. Where nothing answered, that is (0, an MMError which says why). Meant to be run in a
+    thread: a name look-up can outlast any timeout.
+    """
+    status, data, proxy = 0, None, ""
+    try:
+        session, proxy = open_session(connection, backend.url)
+        with session, session.request("POST" if body else "GET", backend.endpoint(path), json=body, headers=backend.headers(),
+                                      stream=True, allow_redirects=False, timeout=PROBE_SECONDS) as response:
+            status = response.status_code
+            data = read_json(decoded(beginning(response, MAX_LIST)))
+    except Exception as error:  # the probe only advises: what cannot be read is not there
+        if not status:
+            data = error if isinstance(error, MMError) else explain_exception(error, backend, proxy, False)
+    finally:
+        tell(status, data)
+        connection.close()
+
+
+def first_good(asked, good, seconds=PROBE_SECONDS):
+    """Fetches [(backend, path[, body]), …] side by side; -> (index, status, JSON) of the first in that order that is good, or None.
+
+    One that answers later counts if those before it are no good, so all are waited for until that is settled, or time is up.
+    """
+    box, answers, deadline = queue.SimpleQueue(), {}, time.monotonic() + seconds
+    connections = [Connection() for _ in asked]
+    for index, (backend, path, *body) in enumerate(asked):
+        tell = functools.partial(lambda index, status, data: box.put((index, status, data)), index)
+        threading.Thread(target=fetch, args=(connections[index], backend, path, tell, *body), daemon=True).start()
+
+    def is_settled():
         for index in range(len(asked)):
             if index not in answers or good(*answers[index]):
-                return index if index in answers else None
+                return index in answers
+        return True
 
-    while len(answers) < len(asked) and first_good() is None:
+    while not is_settled():
         try:
-            index, *answers[index] = box.get(timeout=max(0.0, deadline - time.monotonic()))
+            index, status, data = box.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             break
-    for line in open_lines:  # what has not answered by now is not waited for
-        line.hang_up()
+        answers[index] = status, data
+    for connection in connections:  # what has not answered by now is not waited for
+        connection.hang_up()
     return next(((index, *answers[index]) for index in sorted(answers) if good(*answers[index])), None)
 
 
@@ -935,11 +1024,16 @@ def same_model(a, b):
     return plain(a) == plain(b)
 
 
+# -- a server, and how its URL is written
+
 class Backend:
-    """A server that is ready to be asked: url (a base URL), model, key, and its entry's keys as attributes."""
+    """A server that is ready to be asked: name, url (a base URL), query, model, key; `entry` is its row of PROVIDERS.
+
+    plain: it has no such row, as only its URL is known.
+    """
 
     def __init__(self, name, entry, url="", model="", key=""):
-        self.name, self.model, self.key = name, model, key
+        self.name, self.plain, self.model, self.key = name or "server", not name, model, key
         self.entry = {**NO_ENTRY, **entry}
         self.url, self.query = base_url(url or self.entry["url"])
 
@@ -957,10 +1051,12 @@ class Backend:
             headers["Authorization"] = f"Bearer {self.key or 'none'}"
         return headers
 
-    def optional_looks(self):
+    def refusal_looks(self):
         """(name, what a refusal of it looks like) of each optional request field."""
-        for name in [*self.entry["fields"], *self.entry["thinking"].get("off", {})]:
-            yield name, rf"\b{name}\b|does not support thinking" if name in self.entry["thinking"].get("off", {}) else rf"\b{name}\b"
+        for name in self.entry["fields"]:
+            yield name, rf"\b{name}\b"
+        for name in self.entry["thinking"].get("off", {}):
+            yield name, rf"\b{name}\b|does not support thinking"
 
     def redact(self, text):
         """`text` without the key, and without what a URL can hold that is secret, however a server echoes them."""
@@ -1001,15 +1097,17 @@ def quoted(text):
 
 
 def base_url(text):
-    """-> (base URL, query) from whatever form of it a person has: no scheme, no /v1, slashes too many, a whole endpoint.
+    """-> (base URL, query) from whatever form of it a person has. A path of its own is kept as it is. Raises MMError("config").
 
-    A path of its own is kept as it is. Raises MMError("config").
+    8080, box:8080, box -> http://box[:8080]/v1 · api.example.com -> https://api.example.com/v1 · a slash too many goes, and so does
+    the /chat/completions of a whole endpoint.
     """
     url = text.strip()
     url = "localhost:" + url.lstrip(":") if re.fullmatch(r":?\d{2,5}(/.*)?", url) else url  # a port alone
     if "://" not in url:
         host = re.split(r"[/:?]", url.lstrip("["))[0]
-        local = is_near(host) or "." not in host or re.match(r"[\d.]+$", host) or re.match(r"\[|[^/?]*:\d", url)
+        has_port = re.match(r"\[|[^/?]*:\d", url)
+        local = is_near(host) or "." not in host or re.match(r"[\d.]+$", host) or has_port
         url = ("http://" if local else "https://") + url
     try:
         parts = urlsplit(url)
@@ -1024,6 +1122,8 @@ def base_url(text):
     return urlunsplit((parts.scheme.lower(), parts.netloc, path or "/v1", "", "")), parts.query
 
 
+# -- which server is used, and which model
+
 def provider_table(settings):
     """PROVIDERS with the config's own entries and overrides. Raises MMError("config")."""
     table = dict(PROVIDERS)
@@ -1034,20 +1134,12 @@ def provider_table(settings):
                                     + ", ".join(PROVIDERS))
         base = dict(PROVIDERS.get(like, PLAIN))
         if "url" in own:
-            named(f"{settings.source('providers')}.{name}.url", base_url, own["url"])
+            blaming(f"{settings.source('providers')}.{name}.url", base_url, own["url"])
             base["fallback"] = []  # another machine's fallback is no fallback
         table[name] = {**base, **own}
         if not table[name]["url"]:
             raise MMError("config", f"{settings.source('providers')}.{name}: wants a url, or `like: NAME`")
     return table
-
-
-def named(where, function, *arguments):
-    """function(*arguments), its MMError beginning with where the fault stands."""
-    try:
-        return function(*arguments)
-    except MMError as error:
-        raise MMError(error.kind, f"{where}: {error.message}") from None
 
 
 def resolve(settings, environ=os.environ, needs_model=True):
@@ -1060,18 +1152,18 @@ def resolve(settings, environ=os.environ, needs_model=True):
     if name and name not in table:
         raise MMError("config", f"{settings.source('provider')}: no provider is called {one_line(name, 40)}"
                                 f"{did_you_mean(name, table)}: {', '.join(table)}")
-    if url and settings.source("url").startswith("$") and settings.source("provider").startswith("-") and name in table \
-            and not table[name].get("local"):
-        notices.append(f"-p {name} puts {settings.source('url')} aside")  # or a hosted service's key would go there
+    would_leak_key = name in table and not table[name].get("local")  # a hosted service's key, to the environment's server
+    if would_leak_key and url and settings.source("url").startswith("$") and settings.source("provider").startswith("-"):
+        notices.append(f"-p {name} puts {settings.source('url')} aside")
         url = ""
     if url:
-        named(settings.source("url"), base_url, url)
+        blaming(settings.source("url"), base_url, url)
     if not name and url:
         port = urlsplit(base_url(url)[0]).port
         name = next((n for n in PROVIDERS if port and port == urlsplit(PROVIDERS[n]["url"]).port), "")
     if name or url:
         entry = table[name] if name else PLAIN
-        backend = with_key(Backend(name or "server", entry, url), environ)
+        backend = with_key(Backend(name, entry, url), environ)
         ids = None if url else answering(backend, notices)
     else:
         backend, ids = discover(table, environ, notices)
@@ -1094,11 +1186,12 @@ def answering(backend, notices):
     """Moves `backend` to its fallback URL if only that answers; -> its model ids if it was asked and told them."""
     if not backend.entry["fallback"]:
         return None
-    answered = lambda status, data: status > 0  # noqa: E731
-    found = fetch_all([(backend, "models")], answered)
+    def answered(status, data):
+        return status > 0
+    found = first_good([(backend, "models")], answered)
     if not found:
         others = [Backend(backend.name, backend.entry, url, key=backend.key) for url in backend.entry["fallback"]]
-        found = fetch_all([(other, "models") for other in others], answered)
+        found = first_good([(other, "models") for other in others], answered)
         if found:
             backend.url = others[found[0]].url
             notices.append(f"using {backend.name} at {show_url(backend.url)}")
@@ -1110,7 +1203,7 @@ def discover(table, environ, notices):
     local = [(name, entry) for name, entry in table.items() if entry.get("local")]
     near = [with_key(Backend(name, entry), environ) for name, entry in local]
     far = [with_key(Backend(name, entry, url), environ) for name, entry in local for url in entry.get("fallback", [])]
-    found = fetch_all([(backend, "models") for backend in near + far], lambda status, data: bool(model_ids(status, data)))
+    found = first_good([(backend, "models") for backend in near + far], lambda status, data: bool(model_ids(status, data)))
     if not found:
         ports = ", ".join(f"{b.name} :{urlsplit(b.url).port}" for b in near)
         hint = "in a container, start one on the host" if in_container() else "start one, such as `llama-server -m MODEL.gguf`"
@@ -1121,8 +1214,8 @@ def discover(table, environ, notices):
 
 
 def takes_first_model(backend):
-    """Whether a model need not be named, and no key either: the user's own server, not a hosted one."""
-    return backend.entry["local"] or backend.name == "server"
+    """Whether neither a model nor a key need be named: the user's own server, not a hosted one."""
+    return backend.entry["local"] or backend.plain
 
 
 def first_model(backend, ids, notices):
@@ -1130,7 +1223,7 @@ def first_model(backend, ids, notices):
         status, data = ask_models(backend)
         ids = model_ids(status, data)
         if ids is None:
-            raise no_models(backend, status, data)
+            raise no_models_error(backend, status, data)
     if ids:
         notices.append(f"using the model {ids[0]}")
         return ids[0]
@@ -1141,12 +1234,12 @@ def first_model(backend, ids, notices):
 
 def ask_models(backend):
     """-> (status, model list) or (0, MMError)."""
-    found = fetch_all([(backend, "models")], lambda status, data: True)
+    found = first_good([(backend, "models")], lambda status, data: True)
     slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and said nothing for {PROBE_SECONDS:g} s: is it busy?")
     return found[1:] if found else (0, slow)
 
 
-def no_models(backend, status, data):
+def no_models_error(backend, status, data):
     """MMError for a server that gave no model list but this (see ask_models)."""
     where = show_url(backend.endpoint("models"))
     if not status and data.kind == "interrupted":
@@ -1158,6 +1251,8 @@ def no_models(backend, status, data):
         return MMError("auth", compose(f"{where} {refuses}", f"HTTP {status}", backend.key_advice()))
     return MMError("not_found", compose(f"{where} gives no model list", f"HTTP {status}", "is the URL right (most end in /v1)?"))
 
+
+# -- what a server says of itself
 
 def dig(data, path, model):
     """What stands at a dotted path in JSON, or None. [] is the list's entry for `model`, or its only one."""
@@ -1174,14 +1269,9 @@ def dig(data, path, model):
     return data
 
 
-def as_int(value):
-    """A count that a server tells; 0 for anything that is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 53 else 0
-
-
 def fetch_page(backend, path, *body):
     """The JSON of an answer with status 200, or None. body: JSON to post, if any."""
-    found = fetch_all([(backend, path, *body)], lambda status, data: status == 200)
+    found = first_good([(backend, path, *body)], lambda status, data: status == 200)
     return found and found[2]
 
 
@@ -1201,33 +1291,8 @@ def probe(backend):
     if ids is not None:
         window = next(filter(None, (as_int(told(*place)) for place in backend.entry["window"])), 0)
         tools = told(*backend.entry["tools"]) if backend.entry["tools"] else None
-    return {"models": ids, "fault": None if ids is not None else no_models(backend, status, data), "window": window,
+    return {"models": ids, "fault": None if ids is not None else no_models_error(backend, status, data), "window": window,
             "tools": tools if isinstance(tools, bool) else None}
-
-
-EARLIER, LATEST = "mm-looks-for-this-earlier-thought", "mm-looks-for-this-latest-thought"
-
-
-def thoughts_rendered(backend, tools):
-    """Which thinking in a history the model's template renders: "all", "latest" (after the last question), "none", "" if not told.
-
-    Seen with llama-server 11434 and its 67 templates: 20 render all, 14 what follows the last question, the others none. tools: as they
-    are offered, since some templates keep thinking in a tool loop only.
-    """
-    if not backend.entry["render"]:
-        return ""
-    field = backend.entry["echo"]
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", field: EARLIER}, {"role": "user", "content": "3"}]
-    if tools:
-        call = {"id": "call00000", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": "{}"}}
-        messages += [{"role": "assistant", "content": "", field: LATEST, "tool_calls": [call]},
-                     {"role": "tool", "tool_call_id": "call00000", "content": "4"}]
-    body = {"model": backend.model, "messages": messages, **({"tools": tools} if tools else {})}
-    prompt = dig(fetch_page(backend, backend.entry["render"], body), "prompt", backend.model)
-    if isinstance(prompt, str):
-        return "all" if EARLIER in prompt else "latest" if LATEST in prompt or not tools else "none"
-    path, keys = backend.entry["keeps"]
-    return "all" if dig(fetch_page(backend, path), keys, backend.model) is True else ""
 
 
 # ======================================================================================================================
@@ -1297,11 +1362,12 @@ def unpacked(pieces):
 def inflated(head, pieces):
     """gzip's content, member by member, in pieces of at most 1 MiB, as a small body can hold gigabytes."""
     import zlib
-    inflate = zlib.decompressobj(47)
+    either = 32 + zlib.MAX_WBITS  # gzip's head or zlib's, says zlib
+    inflate = zlib.decompressobj(either)
     for piece in itertools.chain([head], pieces):
         while piece:
             if inflate.eof:
-                inflate = zlib.decompressobj(47)
+                inflate = zlib.decompressobj(either)
             try:
                 content = inflate.decompress(piece, 1 << 20)
             except zlib.error:
@@ -1313,23 +1379,22 @@ def inflated(head, pieces):
 
 def lines(pieces):
     """Lines without their ends. A CR that ends a piece ends its line at once; if LF follows, that belongs to it."""
-    rest, size, after_cr = [], 0, False
+    rest, size, after_cr = [], 0, False  # the line that is not ended yet, in pieces
     for piece in pieces:
         if after_cr and piece[:1] == b"\n":
             piece = piece[1:]
+        if not piece:
             after_cr = False
-            if not piece:
-                continue
+            continue
         after_cr = piece.endswith(b"\r")
         found = piece.splitlines()  # of bytes: at LF, CRLF and CR, at nothing else
-        whole = piece.endswith((b"\n", b"\r"))
-        if rest:
-            found[0] = b"".join([*rest, found[0]]) if len(found) > 1 or whole else found[0]
-            if len(found) > 1 or whole:
-                rest, size = [], 0
-        if not whole:
-            rest.append(found.pop())
-            size += len(rest[-1])
+        last = b"" if piece.endswith((b"\n", b"\r")) else found.pop()
+        if found and rest:
+            found[0] = b"".join([*rest, found[0]])
+            rest, size = [], 0
+        if last:
+            rest.append(last)
+            size += len(last)
             if size > MAX_LINE:
                 raise MMError("protocol", f"the server sent a line of more than {MAX_LINE >> 20} MiB")
         yield from found
@@ -1337,20 +1402,22 @@ def lines(pieces):
         yield b"".join(rest)
 
 
-def events(lines):
+def events(rows):
     """SSE events as (name, data lines, at_end). at_end: the stream ended inside the event, so that it may be torn.
 
-    A body that does not begin like SSE is given whole, with the name "body". https://html.spec.whatwg.org/#event-stream
+    rows: lines(). A body that does not begin like SSE is given whole, with the name "body"; so is one in which nothing is an event.
+    https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
-    name, data, size, first, stray = "", [], 0, True, b""
-    for line in lines:
+    name, data, size, first = "", [], 0, True
+    stray = b""  # the beginning of a body that may be no event stream; None once an event has come
+    for line in rows:
         if first:
             line = line[3:] if line.startswith(b"\xef\xbb\xbf") else line
             if not line.strip():
                 continue
             first = False
             if line.lstrip()[:1] in (b"{", b"[", b"<"):
-                yield "body", [whole_body(line, lines)], True
+                yield "body", [whole_body(line, rows)], True
                 return
         if not line:
             if data or name:
@@ -1381,13 +1448,18 @@ def events(lines):
         yield "body", [stray], True
 
 
-def whole_body(first, lines):
+def whole_body(first, rows):
     body = bytearray(first)
-    for line in lines:
+    for line in rows:
         body += b"\n" + line
         if len(body) > MAX_LINE:
             raise MMError("protocol", f"the server sent a body of more than {MAX_LINE >> 20} MiB")
     return bytes(body)
+
+
+# -- from events to deltas
+
+DONE = object()  # stands for [DONE] among the values of an event
 
 
 def deltas(pieces, backend, url):
@@ -1433,9 +1505,6 @@ def deltas(pieces, backend, url):
                       "the server sent an empty answer and closed the connection", "stream")
 
 
-DONE = object()
-
-
 def json_values(name, data, at_end, backend, url):
     """The JSON values of an event's data lines: joined, as SSE says, else one by one, as some gateways mean it."""
     text = b"\n".join(data).strip()
@@ -1454,7 +1523,7 @@ def json_values(name, data, at_end, backend, url):
         return [value for line in data for value in json_values(name, [line], at_end, backend, url)]
     if at_end:
         return []  # torn; the stream is told as broken by its missing end
-    if text[:1] in b"{[":
+    if text.startswith((b"{", b"[")):
         raise MMError("protocol", f"the server sent an event that is not JSON: {one_line(backend.redact(said), 120)}", "stream")
     if name in ("", "message", "error"):
         raise explain(0, said, backend, url)
@@ -1475,10 +1544,10 @@ def json_body(body, backend, url):
             break
         values.append(value)
     title = page_title(text)
-    if values or text[:1] in "{[" and title is None:
+    if values or (text.startswith(("{", "[")) and title is None):
         return values  # torn, which the missing end tells
     if title is not None:
-        raise web_page(backend.redact(title), url)
+        raise web_page_error(backend.redact(title), url)
     raise MMError("protocol", f"{url} answered with something that is no event stream: {one_line(backend.redact(text[:4000]), 120)}")
 
 
@@ -1507,10 +1576,10 @@ def read_chunk(chunk, choice):
     for key in ("model", "id"):
         if isinstance(chunk.get(key), str):
             yield key, chunk[key]
-    finish = choice.get("finish_reason")
     for key in ("usage", "timings"):
         if isinstance(chunk.get(key), dict):
             yield key, chunk[key]
+    finish = choice.get("finish_reason")  # last, as the watchdog waits but a moment for what comes after it
     if isinstance(finish, str) and finish:
         yield "finish", finish
 
@@ -1524,7 +1593,7 @@ def read_delta(delta):
     reasoning = reasoning or thought
     if reasoning:
         yield "reasoning", reasoning
-    if content and (content != reasoning or content.isspace()):  # some gateways copy the thinking into content
+    if content and (content != reasoning or content.isspace()):  # some gateways copy the thinking into content; a newline may be both
         yield "answer", content
     calls = delta.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
@@ -1565,134 +1634,10 @@ def without_halves(text, kind, halves):
         return clean(text)
 
 
-THINK, THINK_END = "<think>", "</think>"
-
-
-class ThinkTags:
-    """Parts text at <think> and </think>, for servers that leave it to their clients; tags can be split over deltas.
-
-    state: "thinking": the block was opened in the prompt. "leading": a block that the text begins with is thinking, all else is
-    answer. "unsure": like leading, but it may have been opened in the prompt too, which only a closing tag can tell: until then
-    the text is held. "answer": nothing is looked for. Behind the block, and in code that is quoted, a tag is text.
-    """
-
-    def __init__(self, state):
-        self.state, self.begun, self.behind = state, state == "answer", False
-        self.rest = ""    # what could still become a tag
-        self.held = []    # what is thinking if a closing tag comes, and else the answer
-        self.quoted = None  # what came after a closing tag in quoted code, as that quote may never end
-        self.fenced, self.head, self.ticks, self.last = False, "", 0, ""  # in a fenced block; the line's beginning, backticks, last character
-
-    def feed(self, text):
-        """Yields ("reasoning" or "answer", text) for what is settled, ("held", text) for what is not."""
-        text, self.rest = self.rest + text, ""
-        if not self.begun:
-            text = self.begin(text)
-        while text and self.state in ("thinking", "unsure"):
-            before, tag, after = text.partition(THINK_END)
-            if not tag:
-                cut = self.certain(text)
-                before, self.rest = text[:cut], text[cut:]
-            self.look_for_code(before)
-            if not tag or self.in_code():
-                yield from self.inside(before + tag)
-                self.quoted, text = [] if tag else self.quoted, after
-                continue
-            yield from self.inside(before.rstrip())
-            if self.held:
-                yield "reasoning", "".join(self.held)
-            self.state, self.held, self.behind, text = "answer", [], True, after
-        if self.behind:
-            text = text.lstrip()
-            self.behind = not text
-        if text:
-            yield "answer", text
-
-    def begin(self, text):
-        """The text without the tag that it begins with; "" until that can be told."""
-        start = text.lstrip()
-        if any(tag.startswith(start) for tag in (THINK, THINK_END)):
-            self.rest = text[-100:]
-            return ""
-        self.begun = True
-        if start.startswith(THINK):
-            self.state, text = "thinking", start[len(THINK):].lstrip()
-        elif self.state == "thinking":
-            text = start
-        elif self.state == "leading":
-            self.state, self.behind = "answer", start.startswith(THINK_END)
-            text = start[len(THINK_END):] if self.behind else text
-        return text
-
-    def certain(self, text):
-        """How much of the text is no part of a closing tag, nor white space before one."""
-        cut = len(text) - max(size for size in range(len(THINK_END)) if text.endswith(THINK_END[:size]))
-        return max(len(text[:cut].rstrip()), cut - 100)
-
-    def inside(self, text):
-        if text and self.quoted is not None:
-            self.quoted.append(text)
-        if text and self.state == "unsure":
-            self.held.append(text)
-        if text:
-            yield ("held" if self.state == "unsure" else "reasoning"), text
-
-    def look_for_code(self, text):
-        for place, row in enumerate(text.split("\n")):
-            if place:  # the line before it has ended
-                self.fenced ^= self.is_fence()
-                self.head, self.ticks = "", 0
-            self.head = (self.head + row[:100]).lstrip(" \t-*+>0123456789.)")[:3] if len(self.head) < 3 else self.head
-            self.ticks += row.count("`")
-        self.last = text[-1:] or self.last
-
-    def is_fence(self):
-        return self.head == "```" and self.ticks < 6  # ```so``` stands within a line
-
-    def in_code(self):
-        """Whether a tag here is quoted. A lone backtick is no quote of shown thinking, unless the tag follows it at once."""
-        quoted = self.ticks % 2 == 1 and not self.is_fence() and (self.state == "unsure" or self.last == "`")
-        return quoted or self.fenced != self.is_fence()
-
-    def end(self, whole=True):
-        """The same for what is left. whole: the stream has ended as it should, so that what was held is the answer."""
-        text, state, held, quoted, open_quote = self.rest, self.state, self.held, self.quoted, self.in_code()
-        self.__init__("answer")
-        thought, answer = "", text
-        if state == "unsure" and quoted and open_quote:  # the quote never ended, so the tag was one
-            thought, _, answer = "".join([*held, text]).rpartition(THINK_END)
-            thought, answer = thought.rstrip(), answer.lstrip()
-        elif state == "unsure":
-            text = "".join([*held, text])
-            thought, answer = ("", text) if whole else (text, "")
-        elif state == "thinking":
-            thought, answer = text.rstrip(), "".join([*quoted, text]).lstrip() if quoted else ""
-        if thought:
-            yield "reasoning", thought
-        if answer:
-            yield "answer", answer
-
-
-def split_thinking(incoming, tags):
-    """Deltas with their answer parted by ThinkTags. Raises what `incoming` raises."""
-    try:
-        for kind, value in incoming:
-            if kind == "reasoning" and not tags.begun:
-                tags.state = "leading"  # the server parts it itself, but may leave the closing tag behind
-            if kind == "answer":
-                yield from list(tags.feed(value)) or [("held", "")]  # white space that is dropped is a sign of life
-            else:
-                if kind in ("call", "finish"):
-                    yield from tags.end()
-                yield kind, value
-        yield from tags.end()
-    except MMError:
-        yield from tags.end(whole=False)
-        raise
-
+# -- tool calls
 
 class Calls:
-    """Puts the fragments of tool calls together.
+    """Puts the fragments of an answer's tool calls together.
 
     Servers give all parallel calls index 0, count the index up within a call, leave ids out, repeat them, or repeat the
     name; so a fragment opens a new call only if it says something that the call it would continue cannot be.
@@ -1720,19 +1665,19 @@ class Calls:
     def continued(self, fragment):
         """The open call that a fragment belongs to, or None if it begins one."""
         index, its_id, name = fragment["index"], fragment["id"], fragment["name"]
-        known = index in self.by_index
-        call = self.by_index[index] if known else self.calls[-1] if self.calls else None
+        call = self.by_index.get(index) or (self.calls[-1] if self.calls else None)
         if index is None and its_id:
             call = next((c for c in self.calls if c["id"] == its_id), call)
-        if call is None or not (its_id or name):
+        if call is None or not (its_id or name):  # arguments alone: the usual fragment; the index of some counts up within a call
             return call
-        if its_id and call["id"] and its_id != call["id"]:
+        same_place = index is None or index in self.by_index  # else an index that is new
+        if its_id and call["id"]:
+            if its_id != call["id"]:  # another call, also where all have index 0
+                return None
+            return call if same_place or not self.is_complete(call) else None  # the id repeated: in each fragment, or for each call
+        if name and call["name"] and (name != call["name"] or self.is_complete(call)):  # no ids: the name tells where a call begins
             return None
-        if its_id and its_id == call["id"]:
-            return call if known or index is None or not self.is_complete(call) else None
-        if name and call["name"] and (name != call["name"] or self.is_complete(call)):
-            return None
-        return call if known or index is None or not call["name"] else None
+        return call if same_place or not call["name"] else None  # an id that comes late, or a name
 
     @staticmethod
     def is_complete(call):
@@ -1781,33 +1726,33 @@ BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
 class ModelCall:
     """One request and its stream.
 
-    post: called in the reader thread with this call's Line, returns an iterator of deltas or raises MMError.
+    open_stream: called in the reader thread with this call's Connection, returns an iterator of deltas or raises MMError.
     watchdog, first_token: the longest silence between tokens and before the first one, in seconds; 0 is no limit.
-    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) when nothing more is there right now.
+    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) when nothing more is there right now, which is
+    when a view flushes what it has.
     stop(), also from a signal handler, makes the iteration raise MMError("cancelled").
     """
 
-    def __init__(self, post, watchdog, first_token):
-        import queue
-        self.post, self.limits = post, {"first": first_token, "next": watchdog, "last": GRACE_SECONDS}
-        self.box, self.empty = queue.SimpleQueue(), queue.Empty
-        self.line, self.stopped = Line(), False
+    def __init__(self, open_stream, watchdog, first_token):
+        self.open_stream, self.limits = open_stream, {"first": first_token, "next": watchdog, "last": GRACE_SECONDS}
+        self.box = queue.SimpleQueue()
+        self.connection, self.stopped = Connection(), False
 
     def stop(self):
         self.stopped = True
         self.wake()
 
     def wake(self):
-        """Makes the iteration give a `waiting` now; like stop(), safe in a signal handler."""
+        """Makes the iteration give a `waiting` now, so that its caller can act; like stop(), safe in a signal handler."""
         self.box.put(("waiting", 0.0))
 
     def read(self):
         """The reader thread: puts deltas into the box, then how it ended (None or an MMError)."""
         ended = None
         try:
-            for delta in self.post(self.line):
+            for delta in self.open_stream(self.connection):
                 self.box.put(delta)
-                while self.box.qsize() > BACKLOG and not self.line.hung_up:
+                while self.box.qsize() > BACKLOG and not self.connection.hung_up:
                     time.sleep(0.005)
         except MMError as error:
             ended = error
@@ -1816,27 +1761,28 @@ class ModelCall:
         self.box.put(("end", ended))
 
     def __iter__(self):
-        import threading
         thread = threading.Thread(target=self.read, daemon=True)
         thread.start()
         phase, progress = "first", -1
-        silent = 0.0  # seconds waited since the last sign of life: not those that mm was stopped, or its output was stuck
+        # Seconds waited here since the last sign of life: not those in which mm was stopped, or its output stuck. A delta that is no
+        # sign of life does not reset it, so a server that sends nothing else reaches the limit all the same.
+        silent = 0.0
         try:
             while True:
                 try:
                     kind, value = self.box.get_nowait()  # a fast stream looks at no clock
-                except self.empty:
+                except queue.Empty:
                     limit, began = self.limits[phase], time.monotonic()
                     patience = min(max(limit - silent, 0.001), 1.0) if limit else 1.0  # a second at most, so that a status line can move
                     try:
                         kind, value = self.box.get(timeout=patience)
                         silent += min(patience, time.monotonic() - began)
-                    except self.empty:
+                    except queue.Empty:
                         silent += patience
                         if limit and silent >= limit:
                             if phase == "last":
                                 return
-                            raise stalled(silent, phase) from None
+                            raise stalled_error(silent, phase) from None
                         yield "waiting", silent
                         continue
                 if self.stopped:
@@ -1855,11 +1801,11 @@ class ModelCall:
                 if self.box.empty():
                     yield "waiting", 0.0
         finally:
-            self.line.hang_up()
+            self.connection.hang_up()
             thread.join(0.5)  # at once, unless it looks up a name
 
 
-def stalled(silent, phase):
+def stalled_error(silent, phase):
     silent = f"{silent:.2g}" if silent < 1 else f"{silent:.0f}"
     if phase == "first":
         return MMError("stalled", f"nothing came for {silent} s: is the model still loading, or the prompt very long? "
@@ -1881,16 +1827,15 @@ NO_ANSWER = "[This turn ended before its answer.]"
 NO_QUESTION = "[What was asked here is lost.]"
 
 
-def to_messages(history, system, echo=None):
-    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and mm's own labels.
+def to_messages(history, system, thoughts=None):
+    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo).
 
-    echo: see thought_to_send(); None sends no thinking.
+    thoughts: {place in the history: its thought} of the thinking that goes back (see Echo.thoughts()).
     """
     out = [{"role": "system", "content": system}] if system.strip() else []
     waiting = []  # ids of calls that have no result yet
     for place, message in enumerate(history):
         role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or []
-        thought = thought_to_send(message, place, echo)
         if role == "tool":
             if message["tool_call_id"] in waiting:  # a result without its call would be refused
                 waiting.remove(message["tool_call_id"])
@@ -1905,46 +1850,12 @@ def to_messages(history, system, echo=None):
             out.append({"role": "assistant", "content": NO_ANSWER})
         elif role == "assistant" and last["role"] == "system":
             out.append({"role": "user", "content": NO_QUESTION})
-        elif role == last["role"]:
+        elif role == last["role"]:  # the first one's thinking is left out: it is not what led to the second
             content = f"{out.pop()['content']}\n\n{content}".rstrip()
-        out.append({"role": role, "content": content, **({echo["field"]: thought["text"]} if thought else {}),
+        thought = (thoughts or {}).get(place)
+        out.append({"role": role, "content": content, **({thought["field"]: thought["text"]} if thought else {}),
                     **({"tool_calls": [sent_call(call) for call in calls]} if calls else {})})
     return out + [{"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting]
-
-
-def echo_rules(backend, maker, rendered, history):
-    """How thinking goes back to the model that made it (reasoningEcho), for thought_to_send(); None: not at all.
-
-    maker: the model as mm and as the server call it; rendered: what thoughts_rendered() told.
-    """
-    if not backend.entry["local"] or not backend.model or rendered == "none":
-        return None
-    questions = [place for place, message in enumerate(history) if message["role"] == "user"]
-    return {"field": backend.entry["echo"], "maker": maker, "first": max(questions, default=0) if rendered == "latest" else 0}
-
-
-def thought_to_send(message, place, echo):
-    """The label of a message {"text", "maker", "tokens"} if what its maker thought may go with it, else None.
-
-    echo: {"field" that the server reads it from, "maker" it goes to, "first" place in the history that it is sent for}, or None.
-    """
-    thought = message.get("thought")
-    return thought if echo and thought and thought["maker"] == echo["maker"] and place >= echo["first"] else None
-
-
-def as_talk(messages):
-    """Messages without tools, for a template that knows none: a call and its result become text; -> [(role, text)], roles alternating."""
-    turns = []
-    for message in messages:
-        role, text = message["role"], message["content"]
-        for call in message.get("tool_calls") or []:
-            text = f"{text}\n[called {call['function']['name']} {call['function']['arguments']}]".lstrip()
-        if role == "tool":
-            role, text = "user", f"[its result]\n{text}"
-        if turns and turns[-1][0] == role:
-            text = f"{turns.pop()[1]}\n\n{text}"
-        turns.append((role, text))
-    return turns
 
 
 def sent_call(call):
@@ -1964,176 +1875,88 @@ def serialised(body):
     return json.dumps(cleaned(body), ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def cleaned(value):
-    """JSON data without lone surrogates."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, list):
-        return [cleaned(item) for item in value]
-    return {cleaned(k): cleaned(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+# -- thinking that goes back (reasoningEcho)
+#
+# A template can render earlier thinking: then a model goes on from its own thoughts in a loop of tool calls, and the prompt that the
+# server has in its cache, thinking included, is the beginning of the next one. It goes to nobody but the local model that made it.
+
+EARLIER, LATEST = "mm-looks-for-this-earlier-thought", "mm-looks-for-this-latest-thought"
+
+
+def thoughts_rendered(backend, tools):
+    """Which thinking in a history the model's template renders: "all", "latest" (after the last question), "none", "" if not told.
+
+    It is asked to render a history with two thoughts. Of the 67 templates in llama-server 11434, 20 render both, 14 the one that
+    follows the last question, the others none. tools: as they are offered, since some templates keep thinking in a tool loop only;
+    without any, nothing follows the last question, so whether the template would render it is not known, and it is taken to.
+    """
+    if not backend.entry["render"]:
+        return ""
+    field = backend.entry["echo"]
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", field: EARLIER}, {"role": "user", "content": "3"}]
+    if tools:
+        call = {"id": "call00000", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": "{}"}}
+        messages += [{"role": "assistant", "content": "", field: LATEST, "tool_calls": [call]},
+                     {"role": "tool", "tool_call_id": "call00000", "content": "4"}]
+    body = {"model": backend.model, "messages": messages, **({"tools": tools} if tools else {})}
+    prompt = dig(fetch_page(backend, backend.entry["render"], body), "prompt", backend.model)
+    if isinstance(prompt, str):
+        return "all" if EARLIER in prompt else "latest" if LATEST in prompt or not tools else "none"
+    path, keys = backend.entry["keeps"]
+    return "all" if dig(fetch_page(backend, path), keys, backend.model) is True else ""
+
+
+def refuses_thoughts(error):
+    """Whether a refusal is about the thinking in a history; `Failed to parse input` is about what the model said."""
+    if error.kind not in ("server", "not_found") or "Failed to parse input" in error.message:
+        return False
+    if error.kind == "server" and error.again in ("", "stream"):  # nothing else is to be done about it
+        return re.search(r"(?i)template|jinja|reasoning|thinking|thought", error.message) is not None
+    return re.search(r"reasoning_content|\breasoning\b", error.message) is not None  # the field itself is named
+
+
+class Echo:
+    """Which thinking of a history goes back. A message's "thought" is {"text", "field" it is sent in, "maker", "tokens"}."""
+
+    def __init__(self, backend, on):
+        self.backend, self.on = backend, on
+        self.served = {}       # model: what its server calls it
+        self.rendered = {}     # (model, whether tools are offered): what thoughts_rendered() told
+        self.refusing = set()  # models whose template refused it
+
+    def thought_of(self, text, tokens, served):
+        """{"thought": …} for the message of an answer that is whole, or {}. served: what the server called the model."""
+        model = self.backend.model
+        self.served[model] = served
+        thought = {"text": text, "field": self.backend.entry["echo"], "maker": (model, served), "tokens": max(1, tokens)}
+        return {"thought": thought} if self.on and text.strip() else {}
+
+    def thoughts(self, history, tools):
+        """{place in the history: its thought} of what goes with the next request.
+
+        The server is asked what its template renders, once there is something to send.
+        """
+        model, about = self.backend.model, (self.backend.model, bool(tools))
+        labelled = any("thought" in message for message in history)
+        if not labelled or not model or model in self.refusing or not self.backend.entry["local"]:
+            return {}
+        if about not in self.rendered:
+            self.rendered[about] = thoughts_rendered(self.backend, tools)
+        questions = [place for place, message in enumerate(history) if message["role"] == "user"]
+        first = {"none": len(history), "latest": max(questions, default=0)}.get(self.rendered[about], 0)
+        maker = model, self.served.get(model)
+        return {place: message["thought"] for place, message in enumerate(history)
+                if place >= first and message.get("thought", {}).get("maker") == maker}
 
 
 # ======================================================================================================================
 # 7. Protocols
 #
 # A protocol is where a request is posted, what is in it, and how its stream is read. One type per wire protocol, none per
-# vendor: what vendors differ in is data in section 3.
+# vendor: what vendors differ in is data in section 3. Chat completions leave the prompt and the thinking to the server; with raw
+# completions both are mm's: it writes the prompt as the model's chat template would, and parts thinking from answer at the tags.
 # ======================================================================================================================
-
-class Protocol:
-    """How a request is posted and its stream read. A protocol adds its `path`, the `body` of a request, and what thinking looks like."""
-
-    def __init__(self, backend):
-        self.backend = backend
-
-    def body(self, history, system, tools, sampling, think, refused, echo=None):
-        """The request body as a dict.
-
-        tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes); sampling: fields that go out
-        as they are; refused: optional fields that are left out; echo: see thought_to_send().
-        """
-        body = {key: value for key, value in self.fields(history, system, tools, think, echo).items() if key not in refused}
-        body = merged(body, sampling)
-        if body["stream"] is not True:
-            body.pop("stream_options", None)  # vLLM refuses it then
-        return body
-
-    def stream(self, body, line, tap, notice, think=None):
-        """Posts bytes; -> an iterator of deltas. Raises MMError.
-
-        tap: an open file or None; notice: told what went wrong there; think: as the body was made, or "unseen" for a summary, whose
-        text nobody watches, so that it can be parted late.
-        """
-        from http.client import HTTPException
-        url, answered = self.backend.endpoint(self.path), False
-        session, proxy = open_session(line, url)
-        from urllib3.exceptions import HTTPError
-        try:
-            with session, self.post(session, url, body) as response:
-                if response.status_code >= 300:
-                    raise self.refusal(response, url, proxy, line)
-                answered = True
-                incoming, tags = deltas(Tap(body_pieces(response), tap, notice), self.backend, show_url(url)), self.tags(think)
-                yield from split_thinking(incoming, ThinkTags(tags)) if tags else incoming
-        except MMError as error:
-            error.message = self.backend.redact(error.message)
-            raise
-        except (OSError, HTTPException, HTTPError, ValueError) as error:
-            raise explain_exception(error, self.backend, proxy, answered) from error
-        finally:
-            line.close()
-
-    def end_thinking(self, its_id):
-        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Blocks for PROBE_SECONDS at most."""
-        url, body, line = self.backend.endpoint("chat/completions/control"), serialised({"id": its_id, "action": "reasoning_end"}), Line()
-        timer = line.hang_up_after(PROBE_SECONDS)
-        try:
-            session, _ = open_session(line, url)
-            with session, self.post(session, url, body) as response:
-                return response.status_code == 200 and read_json(decoded(beginning(response, MAX_WORDS))).get("success") is True
-        except (OSError, ValueError, AttributeError):
-            return False
-        finally:
-            timer.cancel()
-            line.close()
-
-    def post(self, session, url, body, redirects=3):
-        """requests follows 301 and 302 with a GET, and to any host with the key: here only what keeps the POST and the host."""
-        headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
-        response = session.post(url, data=body, headers=headers, stream=True, allow_redirects=False)
-        target = moved_to(response, url)
-        if response.status_code in (307, 308) and redirects and same_place(url, target):
-            response.close()
-            return self.post(session, target, body, redirects - 1)
-        return response
-
-    def refusal(self, response, url, proxy, line):
-        if response.status_code < 400:
-            target = response.headers.get("Location")
-            told = f"has moved to {show_url(moved_to(response, url))}: use that as the URL" if target else f"gave HTTP {response.status_code}"
-            return MMError("not_found", f"{show_url(url)} {told}")
-        timer = line.hang_up_after(PROBE_SECONDS)  # an error whose text never ends is still an error
-        said = beginning(response, MAX_WORDS)
-        timer.cancel()
-        error = explain(response.status_code, said, self.backend, show_url(url), retry_after(response.headers))
-        if proxy and response.status_code in (407, 502, 503, 504):
-            error.message = compose(error.message, "", f"it was asked through the proxy {show_url(proxy)}")
-        return error
-
-
-class ChatCompletions(Protocol):
-    """POST /chat/completions: messages, which the server makes a prompt of. Thinking comes in a field of its own."""
-
-    path = "chat/completions"
-
-    def fields(self, history, system, tools, think, echo):
-        entry = self.backend.entry
-        body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
-                "messages": to_messages(history, system, echo), "stream": True, **entry["fields"]}
-        return body if think is None else merged(body, entry["thinking"].get("on" if think else "off", {}))
-
-    def tags(self, think):
-        """Where ThinkTags begin, or "" where the server parts the thinking itself."""
-        return {True: "thinking", False: "leading"}.get(think, "unsure") if self.backend.entry["thinkTags"] else ""
-
-
-TEMPLATES = {  # format: for each role what stands before and after its text; how the model's turn begins, and the token that ends it
-    "chatml": {"system": ("<|im_start|>system\n", "<|im_end|>\n"), "user": ("<|im_start|>user\n", "<|im_end|>\n"),
-               "assistant": ("<|im_start|>assistant\n", "<|im_end|>\n"), "turn": "<|im_start|>assistant\n", "stop": "<|im_end|>",
-               "known_by": "<|im_start|>", "but_not": "<|im_sep|>"},
-    "llama3": {"system": ("<|start_header_id|>system<|end_header_id|>\n\n", "<|eot_id|>"),
-               "user": ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
-               "assistant": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-               "turn": "<|start_header_id|>assistant<|end_header_id|>\n\n", "stop": "<|eot_id|>",
-               "known_by": "<|start_header_id|>", "but_not": "<|header_start|>"},
-    # these two have no system role: its text stands before the first question
-    "gemma": {"user": ("<start_of_turn>user\n", "<end_of_turn>\n"), "assistant": ("<start_of_turn>model\n", "<end_of_turn>\n"),
-              "turn": "<start_of_turn>model\n", "stop": "<end_of_turn>", "known_by": "<start_of_turn>", "but_not": "<|turn>"},
-    "mistral": {"user": ("[INST]", "[/INST]"), "assistant": ("", "</s>"), "turn": "", "stop": "</s>",
-                "known_by": "[INST]", "but_not": "<<SYS>>"},
-}
-THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"  # as Qwen's template writes them
-RAW_TOKENS = 2048  # OpenAI's and vLLM's /completions stop after 16 tokens unless they are told otherwise; llama.cpp's does not stop
-
-
-def as_prompt(messages, template):
-    """The prompt that a format of TEMPLATES makes of messages, without the token that begins a text: the server puts that."""
-    turns, prompt = as_talk(messages), ""
-    if turns and turns[0][0] not in template:
-        system = turns.pop(0)[1]
-        turns[:1] = [("user", f"{system}\n\n{turns[0][1]}" if turns else system)]
-    for role, text in turns:
-        before, after = template[role]
-        prompt += before + text + after
-    return prompt + template["turn"]
-
-
-class RawCompletions(Protocol):
-    """POST /completions: a prompt that mm makes, for servers that apply no template. Thinking comes as text in <think> tags.
-
-    A block that the prompt opens is thinking up to its closing tag; one that it opens and closes again leaves nothing but answer.
-    """
-
-    path = "completions"
-
-    def opens(self, think):
-        """Whether the prompt opens the thinking block (True), opens and closes it (False), or neither (None)."""
-        return True if think is None and self.backend.entry["thinkTags"] else think
-
-    def fields(self, history, system, tools, think, echo):
-        entry = self.backend.entry
-        template = TEMPLATES[entry["template"] or "chatml"]
-        prompt = as_prompt(to_messages(history, system), template) + {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
-        optional = {key: value for key, value in entry["fields"].items() if key != "reasoning_control"}  # mm's own prompt, own tags
-        limit = {} if "return_progress" in optional else {"max_tokens": RAW_TOKENS}
-        return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]], **limit, **optional}
-
-    def tags(self, think):
-        return {True: "thinking", False: "answer"}.get(self.opens(think), "leading")
-
-
-PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
-
 
 def moved_to(response, url):
     from urllib.parse import urljoin
@@ -2162,20 +1985,351 @@ def retry_after(headers):
         return None
 
 
+# -- thinking in tags
+
+THINK, THINK_END = "<think>", "</think>"
+
+
+class CodeQuotes:
+    """Whether a text, read piece by piece, ends within quoted code, where a tag is text: a ``` block, or an odd backtick in its line."""
+
+    def __init__(self):
+        self.fenced = False  # in a block
+        self.head, self.ticks = "", 0  # of the line so far: its beginning without marks of lists, its backticks
+        self.last = ""  # character
+
+    def read(self, text):
+        for place, row in enumerate(text.split("\n")):
+            if place:  # the line before it has ended
+                self.fenced ^= self.is_fence()
+                self.head, self.ticks = "", 0
+            if len(self.head) < 3:
+                self.head = (self.head + row[:100]).lstrip(" \t-*+>0123456789.)")[:3]
+            self.ticks += row.count("`")
+        self.last = text[-1:] or self.last
+
+    def is_fence(self):
+        return self.head == "```" and self.ticks < 6  # ```so``` stands within a line
+
+    def are_open(self, loosely):
+        """loosely: an odd backtick counts wherever it stood in the line, else only right before this place."""
+        odd = self.ticks % 2 == 1 and not self.is_fence() and (loosely or self.last == "`")
+        return odd or self.fenced != self.is_fence()
+
+
+class ThinkTags:
+    """Parts text at <think> and </think>, for servers that leave it to their clients; a tag can be split over deltas.
+
+    It begins in one of these states, which end at a closing tag, and all of them become "answer":
+    "thinking"  the block was opened in the prompt: all is thinking, up to the closing tag
+    "leading"   a block that the text begins with is thinking; a text that begins otherwise is the answer
+    "unsure"    like leading, but the block may have been opened in the prompt, which only a closing tag can tell: the text is held
+    "answer"    nothing is looked for
+    """
+
+    def __init__(self, state):
+        self.state, self.quotes = state, CodeQuotes()
+        self.begun = state == "answer"  # whether it is known what the text begins with
+        self.rest = ""       # what could still become a tag, or white space that belongs to none
+        self.held = []       # told as held: thinking if a closing tag comes, and else the answer
+        self.quoted = None   # what came after a closing tag in quoted code, as that quote may never end
+        self.behind = False  # right behind the block, where white space belongs to nothing
+
+    def feed(self, text):
+        """Yields ("reasoning" or "answer", text) for what is settled, ("held", text) for what is not; that is told again once it is."""
+        text, self.rest = self.rest + text, ""
+        if not self.begun:
+            text = self.begin(text)
+        while text and self.state in ("thinking", "unsure"):
+            before, tag, after = text.partition(THINK_END)
+            if not tag:
+                cut = self.certain(text)
+                before, self.rest = text[:cut], text[cut:]
+            self.quotes.read(before)
+            if tag and not self.in_code():
+                yield from self.inside(before.rstrip())
+                if self.held:
+                    yield "reasoning", "".join(self.held)
+                self.state, self.held, self.behind, text = "answer", [], True, after
+            else:
+                yield from self.inside(before + tag)
+                self.quoted, text = [] if tag else self.quoted, after
+        if self.behind:
+            text = text.lstrip()
+            self.behind = not text
+        if text:
+            yield "answer", text
+
+    def begin(self, text):
+        """The text without the tag that it begins with; "" until that can be told."""
+        start = text.lstrip()
+        if any(tag.startswith(start) for tag in (THINK, THINK_END)):
+            self.rest = text[-100:]
+            return ""
+        self.begun = True
+        if start.startswith(THINK):
+            self.state, text = "thinking", start[len(THINK):].lstrip()
+        elif self.state == "thinking":
+            text = start
+        elif self.state == "leading":
+            self.state, self.behind = "answer", start.startswith(THINK_END)
+            text = start[len(THINK_END):] if self.behind else text
+        return text
+
+    def certain(self, text):
+        """How much of the text is no part of a closing tag, nor white space before one."""
+        cut = len(text) - max(size for size in range(len(THINK_END)) if text.endswith(THINK_END[:size]))
+        return max(len(text[:cut].rstrip()), cut - 100)
+
+    def in_code(self):
+        """Whether a tag here is quoted. A lone backtick is no quote in thinking that is shown, unless the tag follows it at once."""
+        return self.quotes.are_open(loosely=self.state == "unsure")
+
+    def inside(self, text):
+        if text and self.quoted is not None:
+            self.quoted.append(text)
+        if text and self.state == "unsure":
+            self.held.append(text)
+        if text:
+            yield ("held" if self.state == "unsure" else "reasoning"), text
+
+    def end(self, whole=True):
+        """Yields what is left. whole: the stream has ended as it should, so that what was held is the answer."""
+        thought, answer = "", self.rest
+        if self.state == "unsure":
+            held = "".join([*self.held, self.rest])
+            if self.quoted and self.in_code():  # the quote never ended, so the tag in it was one
+                thought, _, answer = held.rpartition(THINK_END)
+            else:
+                thought, answer = ("", held) if whole else (held, "")
+        elif self.state == "thinking":
+            thought, answer = self.rest, "".join([*self.quoted, self.rest]) if self.quoted else ""
+        if self.state == "thinking" or thought and answer:
+            thought, answer = thought.rstrip(), answer.lstrip()
+        self.state, self.begun, self.rest, self.held, self.quoted = "answer", True, "", [], None
+        if thought:
+            yield "reasoning", thought
+        if answer:
+            yield "answer", answer
+
+
+def split_thinking(incoming, tags):
+    """Deltas with their answer parted by ThinkTags. Raises what `incoming` raises."""
+    try:
+        for kind, value in incoming:
+            if kind == "reasoning" and not tags.begun:
+                tags.state = "leading"  # the server parts it itself, but may leave the closing tag behind
+            if kind == "answer":
+                settled = list(tags.feed(value))
+                yield from settled or [("held", "")]  # nothing to show, and yet a sign of life
+            else:
+                if kind in ("call", "finish"):
+                    yield from tags.end()
+                yield kind, value
+        yield from tags.end()
+    except MMError:
+        yield from tags.end(whole=False)
+        raise
+
+
+# -- the protocols
+
+class Protocol:
+    """How a request is posted and its stream read. A protocol adds these:
+
+    path: where, below the base URL · applies_template: whether the server makes the prompt, so that it takes tools and can be told to
+    think · fields(history, system, tools, think, thoughts): a request's body, before any options · tag_state(think, unseen): where
+    ThinkTags begin in its answers, or "" where the server parts the thinking itself.
+    """
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    def body(self, history, system, tools, sampling, think, refused, thoughts=None):
+        """The request body as a dict.
+
+        tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes); sampling: fields that go out
+        as they are; refused: optional fields that are left out; thoughts: see to_messages().
+        """
+        body = {key: value for key, value in self.fields(history, system, tools, think, thoughts).items() if key not in refused}
+        body = merged(body, sampling)
+        if body["stream"] is not True:  # -o stream=false
+            body.pop("stream_options", None)  # vLLM refuses it then
+        return body
+
+    def stream(self, body, connection, tap, notice, tags):
+        """Posts bytes; -> an iterator of deltas. Raises MMError.
+
+        tap: an open file or None; notice: told what went wrong there; tags: see tag_state().
+        """
+        url, proxy, answered = self.backend.endpoint(self.path), "", False
+        session, proxy = open_session(connection, url)
+        from http.client import HTTPException
+        from urllib3.exceptions import HTTPError  # not before open_session() has found requests
+        try:
+            with session, self.post(session, url, body) as response:
+                if response.status_code >= 300:
+                    raise self.refusal(response, url, proxy, connection)
+                answered = True
+                incoming = deltas(Tap(body_pieces(response), tap, notice), self.backend, show_url(url))
+                yield from split_thinking(incoming, ThinkTags(tags)) if tags else incoming
+        except MMError as error:
+            error.message = self.backend.redact(error.message)
+            raise
+        except (OSError, HTTPException, HTTPError, ValueError) as error:
+            raise explain_exception(error, self.backend, proxy, answered) from error
+        finally:
+            connection.close()
+
+    def end_thinking(self, its_id):
+        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Blocks for PROBE_SECONDS at most."""
+        url, connection = self.backend.endpoint("chat/completions/control"), Connection()
+        timer = connection.hang_up_after(PROBE_SECONDS)
+        try:
+            session, _ = open_session(connection, url)
+            with session, self.post(session, url, serialised({"id": its_id, "action": "reasoning_end"})) as response:
+                return response.status_code == 200 and read_json(decoded(beginning(response, MAX_WORDS))).get("success") is True
+        except (OSError, ValueError, AttributeError):
+            return False
+        finally:
+            timer.cancel()
+            connection.close()
+
+    def post(self, session, url, body, redirects=3):
+        """requests follows 301 and 302 with a GET, and to any host with the key: here only what keeps the POST and the host."""
+        headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
+        response = session.post(url, data=body, headers=headers, stream=True, allow_redirects=False)
+        target = moved_to(response, url)
+        if response.status_code in (307, 308) and redirects and same_place(url, target):
+            response.close()
+            return self.post(session, target, body, redirects - 1)
+        return response
+
+    def refusal(self, response, url, proxy, connection):
+        if response.status_code < 400:
+            target = response.headers.get("Location")
+            told = f"has moved to {show_url(moved_to(response, url))}: use that as the URL" if target else f"gave HTTP {response.status_code}"
+            return MMError("not_found", f"{show_url(url)} {told}")
+        timer = connection.hang_up_after(PROBE_SECONDS)  # an error whose text never ends is still an error
+        said = beginning(response, MAX_WORDS)
+        timer.cancel()
+        error = explain(response.status_code, said, self.backend, show_url(url), retry_after(response.headers))
+        if proxy and response.status_code in (407, 502, 503, 504):
+            error.message = compose(error.message, "", f"it was asked through the proxy {show_url(proxy)}")
+        return error
+
+
+class ChatCompletions(Protocol):
+    """POST /chat/completions: messages, which the server makes a prompt of. Thinking comes in a field of its own."""
+
+    path, applies_template = "chat/completions", True
+
+    def fields(self, history, system, tools, think, thoughts):
+        entry = self.backend.entry
+        body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
+                "messages": to_messages(history, system, thoughts), "stream": True, **entry["fields"]}
+        return body if think is None else merged(body, entry["thinking"].get("on" if think else "off", {}))
+
+    def tag_state(self, think, unseen=False):
+        """unseen: nobody watches the answer (a summary), so that it can wait for a closing tag."""
+        if not self.backend.entry["thinkTags"]:
+            return ""
+        return "unsure" if unseen else {True: "thinking", False: "leading"}.get(think, "unsure")
+
+
+# -- raw prompts
+
+# Format: for each role what stands before and after its text; how the model's turn begins, and the token that ends it. A template in
+# Jinja is of that format if it has the text `known_by`, and not the text `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
+TEMPLATES = {
+    "chatml": {"system": ("<|im_start|>system\n", "<|im_end|>\n"), "user": ("<|im_start|>user\n", "<|im_end|>\n"),
+               "assistant": ("<|im_start|>assistant\n", "<|im_end|>\n"), "turn": "<|im_start|>assistant\n", "stop": "<|im_end|>",
+               "known_by": "<|im_start|>", "but_not": "<|im_sep|>"},
+    "llama3": {"system": ("<|start_header_id|>system<|end_header_id|>\n\n", "<|eot_id|>"),
+               "user": ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
+               "assistant": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+               "turn": "<|start_header_id|>assistant<|end_header_id|>\n\n", "stop": "<|eot_id|>",
+               "known_by": "<|start_header_id|>", "but_not": "<|header_start|>"},
+    # these two have no system role: its text stands before the first question
+    "gemma": {"user": ("<start_of_turn>user\n", "<end_of_turn>\n"), "assistant": ("<start_of_turn>model\n", "<end_of_turn>\n"),
+              "turn": "<start_of_turn>model\n", "stop": "<end_of_turn>", "known_by": "<start_of_turn>", "but_not": "<|turn>"},
+    "mistral": {"user": ("[INST]", "[/INST]"), "assistant": ("", "</s>"), "turn": "", "stop": "</s>",
+                "known_by": "[INST]", "but_not": "<<SYS>>"},
+}
+
+
+THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"  # as Qwen's template writes them
+
+
+def without_tools(messages):
+    """Messages without tools, for a template that knows none: a call and its result become text; -> [(role, text)], roles alternating."""
+    turns = []
+    for message in messages:
+        role, text = message["role"], message["content"]
+        for call in message.get("tool_calls") or []:
+            text = f"{text}\n[called {call['function']['name']} {call['function']['arguments']}]".lstrip()
+        if role == "tool":
+            role, text = "user", f"[its result]\n{text}"
+        if turns and turns[-1][0] == role:
+            text = f"{turns.pop()[1]}\n\n{text}"
+        turns.append((role, text))
+    return turns
+
+
+def as_prompt(messages, template):
+    """The prompt that a format of TEMPLATES makes of messages, without the token that begins a text: the server puts that."""
+    turns, prompt = without_tools(messages), ""
+    if turns and turns[0][0] not in template:  # no system role: its text goes before the first question
+        (_, system), question = turns[0], turns[1][1] if len(turns) > 1 else ""
+        turns[:2] = [("user", f"{system}\n\n{question}" if question else system)]
+    for role, text in turns:
+        before, after = template[role]
+        prompt += before + text + after
+    return prompt + template["turn"]
+
+
+class RawCompletions(Protocol):
+    """POST /completions: a prompt that mm makes, for servers that apply no template. Thinking comes as text in <think> tags.
+
+    A block that the prompt opens is thinking up to its closing tag; one that it opens and closes again leaves nothing but answer.
+    """
+
+    path, applies_template = "completions", False
+
+    def opens(self, think):
+        """Whether the prompt opens the thinking block (True), opens and closes it (False), or neither (None)."""
+        return True if think is None and self.backend.entry["thinkTags"] else think
+
+    def fields(self, history, system, tools, think, thoughts):
+        entry = self.backend.entry
+        template = TEMPLATES[entry["template"] or "chatml"]
+        prompt = as_prompt(to_messages(history, system), template) + {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
+        optional = {key: value for key, value in entry["fields"].items() if key != "reasoning_control"}  # the block is not the server's
+        return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]], **entry["limit"], **optional}
+
+    def tag_state(self, think, unseen=False):
+        return "leading" if unseen else {True: "thinking", False: "answer"}.get(self.opens(think), "leading")
+
+
+PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
+
+
+# -- the template in a model file
+
 class GgufHeader:
     """The key-value pairs at the head of a GGUF file; what follows them is not read.
 
-    values: the numbers, and the chat template; places: where an array of texts begins, and how many there are.
+    values: the numbers, and the chat template; tokens: where the vocabulary begins, and how many there are.
     Raises ValueError with what is wrong. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
 
-    NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+    NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type: struct's letter
     TEXT, ARRAY = 8, 9
     MOST = 1 << 24  # bytes of a text
     MOST_ITEMS = 1 << 23  # keys and texts altogether; a vocabulary has some hundred thousand
 
     def __init__(self, file):
-        self.file, self.order, self.values, self.places, self.items = file, "<", {}, {}, 0
+        self.file, self.order, self.values, self.tokens, self.items = file, "<", {}, (0, 0), 0
         if file.read(4) != b"GGUF":
             raise ValueError("this is no GGUF file")
         version = self.number("I")
@@ -2184,72 +2338,56 @@ class GgufHeader:
         if version not in (2, 3):
             raise ValueError(f"this is GGUF version {version}: mm reads 2 and 3")
         self.number("Q")  # of tensors
-        for _ in range(self.counted(self.number("Q"))):
-            key = self.text()
-            kind = self.number("I")
-            if kind == self.ARRAY:
-                self.skip_array(key)
-            elif kind != self.TEXT:
-                self.values[key] = self.number(self.format(kind))
-            elif key == "tokenizer.chat_template":
-                self.values[key] = self.text()
-            else:
-                self.skip_texts(1)
+        for _ in range(self.checked(self.number("Q"), self.MOST_ITEMS)):
+            self.read_pair(self.text(), self.number("I"))
 
-    def format(self, kind):
-        if kind not in self.NUMBERS:
+    def read_pair(self, key, kind):
+        if kind == self.ARRAY:
+            kind, count = self.number("I"), self.number("Q")
+            if kind == self.TEXT and key == "tokenizer.ggml.tokens":
+                self.tokens = self.file.tell(), count
+            self.skip(kind, count)  # arrays of arrays are in no known model
+        elif kind == self.TEXT and key == "tokenizer.chat_template":
+            self.values[key] = self.text()
+        elif kind in self.NUMBERS:
+            self.values[key] = self.number(self.NUMBERS[kind])
+        else:
+            self.skip(kind, 1)
+
+    def checked(self, value, most):
+        if value > most:
             raise ValueError("the header is damaged")
-        return self.NUMBERS[kind]
+        return value
 
-    def number(self, form):
-        import struct
-        raw = self.file.read(struct.calcsize(self.order + form))
-        if len(raw) < struct.calcsize(self.order + form):
+    def bytes(self, size):
+        raw = self.file.read(size)
+        if len(raw) < size:
             raise ValueError("the file ends within its header")
-        return struct.unpack(self.order + form, raw)[0]
+        return raw
 
-    def counted(self, items):
-        self.items += items
-        if self.items > self.MOST_ITEMS:
-            raise ValueError("the header is damaged")
-        return items
-
-    def length(self):
-        length = self.number("Q")
-        if length > self.MOST:
-            raise ValueError("the header is damaged")
-        return length
+    def number(self, letter):
+        return struct.unpack(self.order + letter, self.bytes(struct.calcsize(self.order + letter)))[0]
 
     def text(self):
-        length = self.length()
-        raw = self.file.read(length)
-        if len(raw) < length:
-            raise ValueError("the file ends within its header")
-        return raw.decode("utf-8", "replace")
+        return self.bytes(self.checked(self.number("Q"), self.MOST)).decode("utf-8", "replace")
 
-    def skip_array(self, key):
-        import struct
-        kind, count = self.number("I"), self.number("Q")
+    def skip(self, kind, count):
         if kind == self.TEXT:
-            self.places[key] = self.file.tell(), self.counted(count)
-            self.skip_texts(count)
-        elif count > 1 << 40:
-            raise ValueError("the header is damaged")
+            self.items = self.checked(self.items + count, self.MOST_ITEMS)
+            for _ in range(count):
+                self.file.seek(self.checked(self.number("Q"), self.MOST), 1)
+        elif kind in self.NUMBERS:
+            self.file.seek(self.checked(count, 1 << 40) * struct.calcsize(self.order + self.NUMBERS[kind]), 1)
         else:
-            self.file.seek(count * struct.calcsize(self.format(kind)), 1)  # arrays of arrays are in no known model
-
-    def skip_texts(self, count):
-        for _ in range(count):
-            self.file.seek(self.length(), 1)
+            raise ValueError("the header is damaged")
 
     def token(self, name):
         """The token whose number stands under tokenizer.ggml.`name`, or ""."""
-        number = self.values.get(f"tokenizer.ggml.{name}")
-        start, count = self.places.get("tokenizer.ggml.tokens", (0, 0))
+        number, (start, count) = self.values.get(f"tokenizer.ggml.{name}"), self.tokens
         if not isinstance(number, int) or not 0 <= number < count:
             return ""
         self.file.seek(start)
-        self.skip_texts(number)
+        self.skip(self.TEXT, number)
         return self.text()
 
 
@@ -2277,8 +2415,8 @@ def template_of(path):
 # ======================================================================================================================
 # 8. Tools
 #
-# What a model may call: four tools of mm's own and the commands of the config file, each a row: what the model is told, and
-# a function. A tool gets arguments that are a JSON object and gives back text; whatever goes wrong is text for the model,
+# What a model may call: four tools of mm's own, rows of BUILT_IN and methods of Toolbox by the same names, and the commands of
+# the config file. A tool gets arguments that are a JSON object and gives back text; whatever goes wrong is text for the model,
 # never an exception. Reading below the working directory is free; everything else asks. Nothing here trusts a path before
 # its symbolic links are followed, a file before it is known to be one, or a command to end or to be brief.
 # ======================================================================================================================
@@ -2352,7 +2490,8 @@ class Toolbox:
             elif name in self.commands:
                 output = yield from self.command(arguments_of(self.commands[name], arguments))
             else:
-                output = getattr(self, name)(*(arguments[key] for key in BUILT_IN[name][1]["properties"] if arguments.get(key) is not None))
+                known = BUILT_IN[name][1]["properties"]
+                output = getattr(self, name)(**{key: value for key, value in arguments.items() if key in known and value is not None})
             return True, shortened(output)
         except ToolError as error:
             return False, shortened(str(error))
@@ -2389,9 +2528,9 @@ class Toolbox:
             raise ToolError(f"{name} was not run: the user refused it.")
 
     def is_free(self, name, arguments):
-        return name in ("list_files", "read_file") and self.is_inside(self.path(arguments.get("path") or ""))
+        return name in ("list_files", "read_file") and self.is_inside(self.real_path(arguments.get("path") or ""))
 
-    def path(self, path):
+    def real_path(self, path):
         return os.path.realpath(os.path.join(self.directory, os.path.expanduser(path or ".")))
 
     def is_inside(self, path):
@@ -2404,7 +2543,7 @@ class Toolbox:
         if name in self.commands:
             import shlex
             return "run " + shlex.join(arguments_of(self.commands[name], arguments)), []
-        path = self.path(arguments.get("path") or "")
+        path = self.real_path(arguments.get("path") or "")
         shown = os.path.relpath(path, self.directory) if self.is_inside(path) else path
         if name == "write_file":
             return f"write {shown}", self.difference(path, arguments["content"])
@@ -2435,12 +2574,12 @@ class Toolbox:
         return list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=2))[2:]
 
     def list_files(self, path=""):
-        entries = sorted(os.scandir(self.path(path)), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(self.real_path(path)), key=lambda entry: entry.name)
         return "\n".join(entry.name + ("/" if entry.is_dir() else "") for entry in entries) or "(empty)"
 
     def read_file(self, path):
         import stat
-        real = self.path(path)
+        real = self.real_path(path)
         mode = os.stat(real).st_mode
         if not stat.S_ISREG(mode):
             raise ToolError(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'no regular file'}.")
@@ -2455,15 +2594,15 @@ class Toolbox:
         """Writes beside the file and renames, so that a full disk leaves the old content."""
         import stat
         import tempfile
-        real = self.path(path)
+        real = self.real_path(path)
         if os.path.exists(real) and not stat.S_ISREG(os.stat(real).st_mode):
             raise ToolError(f"{path} is no regular file.")
         os.makedirs(os.path.dirname(real), exist_ok=True)
-        mask = os.umask(0)
-        os.umask(mask)
         old = os.stat(real) if os.path.exists(real) else None
         if old and not os.access(real, os.W_OK):
             raise ToolError(f"{path} may not be written.")
+        mask = os.umask(0)  # it can be read only by setting it
+        os.umask(mask)
         handle, beside = tempfile.mkstemp(dir=os.path.dirname(real), prefix=".mm-")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -2482,7 +2621,8 @@ class Toolbox:
         import select
         import subprocess
         environment = {key: value for key, value in os.environ.items() if key not in self.hidden and not key.endswith("_API_KEY")}
-        output, started, reason, process, self.busy = b"", time.monotonic(), "", None, True  # busy first: Ctrl-C can come at once
+        self.busy = True  # before all else, as Ctrl-C can come at once
+        output, started, reason, process = b"", time.monotonic(), "", None
         try:
             process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                        stderr=subprocess.STDOUT, start_new_session=True)
@@ -2533,18 +2673,17 @@ PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 def arguments_of(command, arguments):
     """A config command's argv with its places filled; a place of its own whose parameter is left out goes away."""
-    def filled(part):
-        def value(match):
-            given = arguments.get(match.group(1))
-            return given if isinstance(given, str) else "" if given is None else json.dumps(given, ensure_ascii=False)
-        return PLACE.sub(lambda match: value(match) if match.group(1) in command["parameters"]["properties"] else match.group(), part)
-    return [filled(part) for part in command["command"]
-            if not (PLACE.fullmatch(part) and arguments.get(part[1:-1]) is None and part[1:-1] in command["parameters"]["properties"])]
+    texts = {name: "" for name in command["parameters"]["properties"]}
+    for name, value in arguments.items():
+        if name in texts and value is not None:
+            texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    left_out = {f"{{{name}}}" for name in texts if arguments.get(name) is None}
+    return [PLACE.sub(lambda place: texts.get(place.group(1), place.group()), part) for part in command["command"] if part not in left_out]
 
 
 def check_commands(commands, where):
     """The config's own tools, ready for a Toolbox. Raises MMError("config") with a line per fault."""
-    ready, faults = {}, []
+    ready, faults = {}, Faults()
     for name, command in commands.items():
         fault = command_fault(name, command)
         if fault:
@@ -2552,9 +2691,18 @@ def check_commands(commands, where):
         else:
             parameters = {"type": "object", "properties": {}, **typed(command.get("parameters") or {})}
             ready[name] = {"description": str(command.get("description") or name), "parameters": parameters, "command": command["command"]}
-    if faults:
-        raise MMError("config", "\n".join(faults))
+    faults.raise_all()
     return ready
+
+
+def is_object_schema(value):
+    """Whether a value is the JSON schema of an object, or {} for one without properties."""
+    if not isinstance(value, dict) or value.get("type", "object") != "object":
+        return False
+    if "properties" not in value and set(value) not in (set(), {"type"}):  # {path: {type: string}}: what stands below properties
+        return False
+    properties = value.get("properties", {})
+    return isinstance(properties, dict) and all(isinstance(schema, dict) for schema in properties.values())
 
 
 def command_fault(name, command):
@@ -2570,9 +2718,7 @@ def command_fault(name, command):
     argv, parameters = command.get("command"), command.get("parameters") or {}
     if not isinstance(argv, list) or not argv or not all(isinstance(part, str) for part in argv) or PLACE.fullmatch(argv[0]):
         return "command: wants a list of texts, such as [date, -u]"
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object" or \
-            set(parameters) > {"type"} and "properties" not in parameters or parameters and not {"type", "properties"} & set(parameters) or \
-            not isinstance(parameters.get("properties", {}), dict) or not all(isinstance(p, dict) for p in parameters.get("properties", {}).values()):
+    if not is_object_schema(parameters):
         return "parameters: wants a JSON schema: {type: object, properties: {NAME: {type: string}}}"
     names, needed = parameters.get("properties", {}), parameters.get("required", [])
     if not isinstance(needed, list) or not all(isinstance(key, str) and key in names for key in needed):
@@ -2584,9 +2730,10 @@ def command_fault(name, command):
 # ======================================================================================================================
 # 9. The conversation
 #
-# A turn is: call the model, do what it asks, call again, until it answers. Everything a turn does is told as events (plain
-# dicts, the lines of --json), which every view reads alike. Whatever breaks a turn, the history keeps the question, the
-# results of tools and the answer so far, so that the next question goes on from there. Thinking never enters it.
+# A turn is: call the model, do what it asks, call again, until it answers. Everything a turn does is told as events, dicts that
+# every view reads alike; some hold a little more than the lines of --json (EVENTS), which a view may use. Whatever breaks a turn,
+# the history keeps the question, the results of tools and the answer so far, so that the next question goes on from there.
+# Thinking is in none of it, but for the label that reasoningEcho needs, which stays in memory.
 # ======================================================================================================================
 
 EVENTS = {  # the lines of --json: type -> its fields, in this order
@@ -2594,7 +2741,8 @@ EVENTS = {  # the lines of --json: type -> its fields, in this order
     "progress": ("processed", "total"),                     # prompt tokens beyond the cached ones
     "tool_call": ("id", "name", "arguments"),               # complete, about to be run or refused
     "tool_result": ("id", "name", "ok", "output"),
-    "retry": ("reason",), "notice": ("message",),
+    "retry": ("reason",),
+    "notice": ("message", "kind"),                          # kind: only "empty", where it explains exit code 1
     "error": ("kind", "message"),
     "done": ("finish_reason", "provider", "model", "session", "usage", "timings", "seconds"),
 }
@@ -2680,7 +2828,7 @@ def prompt_tokens(usage, timings):
 
 
 def settled_at_the_end(incoming):
-    """Deltas; what was held when the stream was stopped or fell silent is shown as the thinking that it may be."""
+    """Deltas; what ThinkTags held when the stream was stopped or fell silent is shown as the thinking that it may be."""
     held = []
     try:
         for kind, value in incoming:
@@ -2720,7 +2868,8 @@ def read_reply(incoming, reply):
             reply.count_prompt(value[0])
             yield {"type": "progress", "processed": value[0], "total": value[1]}
         elif kind == "finish":
-            reply.finish = value if reply.finish in (None, "", "stop") and value else reply.finish or value
+            if not reply.finish or reply.finish == "stop":  # some servers say stop after tool_calls, and a bare [DONE] says nothing
+                reply.finish = value or reply.finish or ""
         elif kind in ("usage", "timings", "model", "id"):
             setattr(reply, kind, value)
 
@@ -2735,7 +2884,7 @@ class Conversation:
 
     toolbox: what the model may call; record: called with each message when it is complete, and with {"history": [...]} when
     the history is replaced; session: the Session it records to, or None. restartable: whether a view can mark a
-    restart; False once the answer goes to a pipe, where it could not be taken back. end_thinking: whether Ctrl-C ends the
+    restart; False where the answer goes to a pipe, from which it could not be taken back. end_thinking: whether Ctrl-C ends the
     thinking first, where the server can. tap: an open file for the bytes of every stream, or None.
     """
 
@@ -2744,25 +2893,22 @@ class Conversation:
         self.toolbox, self.record, self.session = toolbox or Toolbox(), record or (lambda item: None), session
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
-        # {"role", "content", "tool_calls", "tool_call_id"}; "partial": True on an answer that broke off; "thought": see thought_to_send()
-        self.history = []
+        self.history = []      # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo)
+        self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tag_state(None))  # what mm itself parted stays here
         self.refused = set()   # optional request fields that this server does not take
         self.notices = []      # what is to be said at the next occasion
         self.call = None       # the ModelCall that runs
-        self.may_end_thinking, self.ending = end_thinking, False
-        self.stopped = False
+        self.may_end_thinking = end_thinking
+        self.ending = ""       # its thinking is to be ended ("wanted"), or the server was told so ("asked")
         self.window, self.probes = settings["contextWindow"], 0
-        self.will_grow = False  # more than one question is to come, so that the window is worth asking for at once
-        self.measured = (0, 0)  # the first so many messages of the history were so many tokens, as the server counted, thinking aside
-        # thinking that goes back: only what the server parted itself is kept; which of it the template renders, for (model, any
-        # tools); the server's own names of the models; the models whose template refused it; its tokens in the last request
-        self.keeps_thoughts = settings["reasoningEcho"] and not self.protocol.tags(None)
-        self.rendered, self.served, self.refusing, self.thought_tokens = {}, {}, set(), 0
+        self.will_grow = False    # more than one question is to come, so that the window is worth asking for at once
+        self.measured = (0, 0)    # the first so many messages of the history were so many tokens, as the server counted, thinking aside
+        self.thought_tokens = 0   # of the thinking that went back with the last request
         self.begin()
 
     def begin(self):
         self.timeline = Timeline()
-        self.started, self.replies, self.partial = time.monotonic(), [], ""
+        self.started, self.replies, self.partial = time.monotonic(), [], ""  # partial: the answer so far of the call that runs
         self.no_summary = False  # one that failed is not asked for again in the same turn
         self.stopped = self.toolbox.stopped = False
 
@@ -2785,9 +2931,9 @@ class Conversation:
             yield {"type": "error", "kind": error.kind, "message": error.message}
         finally:
             if self.partial:
-                self.remember({"role": "assistant", "content": self.partial, "partial": True})
+                self.remember({"role": "assistant", "content": self.partial})
                 self.partial = ""
-        yield from self.told()
+        yield from self.what_is_to_be_said()
 
     def remember(self, message):
         self.history.append(message)
@@ -2798,27 +2944,27 @@ class Conversation:
         self.measured = (0, 0)
         self.record({"history": [without_thought(message) for message in history]})
 
-    def told(self):
+    def what_is_to_be_said(self):
         while self.notices:
             yield {"type": "notice", "message": self.notices.pop(0)}
 
     def interrupt(self):
         """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn. Raises KeyboardInterrupt if neither."""
-        if self.call and self.thinks() and not self.ending:
-            self.ending = True
+        if self.call and self.can_end_thinking() and not self.ending:
+            self.ending = "wanted"
             self.call.wake()
-        elif self.stopped or not self.call and not self.toolbox.busy:
+        elif self.stopped or not (self.call or self.toolbox.busy):  # nothing here would hear of it
             raise KeyboardInterrupt
         else:
             self.stopped = self.toolbox.stopped = True
             if self.call:
                 self.call.stop()
 
-    def thinks(self):
+    def can_end_thinking(self):
         """Whether the model thinks right now and can be told to come to its answer."""
         reply = self.replies[-1] if self.replies else None
         return bool(self.may_end_thinking and reply and reply.id and reply.tokens["reasoning"] and not reply.tokens["answer"]
-                    and self.protocol.path == "chat/completions" and "reasoning_control" in self.backend.entry["fields"]
+                    and self.protocol.applies_template and "reasoning_control" in self.backend.entry["fields"]
                     and "reasoning_control" not in self.refused)
 
     def steps(self):
@@ -2830,9 +2976,9 @@ class Conversation:
             reply = yield from self.model_call()
             calls = reply.calls.finished() if reply.finish != "length" else []
             answer, self.partial = reply.answer.getvalue(), ""
-            self.served[self.backend.model] = reply.model
+            thought = self.echo.thought_of("".join(reply.thought or []), reply.produced_tokens()[0], reply.model)
             if answer.strip() or calls:
-                self.remember({"role": "assistant", "content": answer, **({"tool_calls": calls} if calls else {}), **self.thought_of(reply)})
+                self.remember({"role": "assistant", "content": answer, **({"tool_calls": calls} if calls else {}), **thought})
             self.measure(reply)
             if not calls:
                 yield from verdict(reply, answer)
@@ -2842,7 +2988,7 @@ class Conversation:
         raise MMError("steps", f"stopped after {step} model calls in one turn: ask it to go on, or raise --max-steps (maxSteps)")
 
     def tool_call(self, call):
-        """Runs or refuses one call. After a Ctrl-C, the calls that were not run are told so in to_messages."""
+        """Runs or refuses one call. After a Ctrl-C, the rest have no result, and to_messages() tells the model so."""
         if call["arguments"] is not None:
             yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"],
                    "preview": lambda: self.toolbox.shown(call)}
@@ -2858,54 +3004,61 @@ class Conversation:
         if self.toolbox.stopped:
             raise MMError("cancelled", "stopped")
 
-    def model_call(self, request=None):
+    def model_call(self, body=None):
         """One model call, made again where that can help: the same bytes, and no tool runs again. -> its whole Reply.
 
-        request: gives the bytes of a request that is not the conversation's own (a summary).
+        body: the bytes of a request that is not the conversation's own (a summary): makes them anew for each attempt.
         """
         tries, loading, compacted, started = 0, False, False, time.monotonic()
         while True:
-            reply = Reply(None if request else self.timeline, self.keeps_thoughts)
+            reply = Reply(None if body else self.timeline, self.echo.on)
             self.replies.append(reply)
             try:
-                yield from self.read(reply, (request or self.request)(), "unseen" if request else self.think)
+                if body:
+                    yield from self.read(reply, body(), self.protocol.tag_state(False, unseen=True))
+                else:
+                    yield from self.read(reply, self.request(), self.protocol.tag_state(self.think))
                 return reply
             except MMError as error:
-                if not request and reply.first_token is None and (yield from self.give_up_thoughts(error)):
+                left_out = "" if body else (yield from self.leave_out(error, reply, compacted))
+                if left_out:
+                    compacted = compacted or left_out == "turns"
                     continue
-                if error.kind == "overflow" and not request and not compacted and not self.no_summary and self.settings["compactAt"]:
-                    compacted = True
-                    self.window = self.window or error.window
-                    if (yield from self.compact()):
-                        continue
                 if not self.may_try_again(error, reply, tries, time.monotonic() - started):
                     raise
-                kind, _, field = error.again.partition(":")
-                if kind == "field":
-                    self.refused.add(field)
-                    if field not in self.backend.entry["fields"]:
-                        yield {"type": "notice", "message": f"the server refuses {field}: asked again without it"}
+                if error.again == "field":
+                    self.refused.add(error.field)
+                    if error.field not in self.backend.entry["fields"]:  # one that a person asked for, such as --no-think
+                        yield {"type": "notice", "message": f"the server refuses {error.field}: asked again without it"}
                     continue
                 if not loading:
                     yield {"type": "retry", "reason": error.message}
-                loading = kind == "loading"
+                loading = error.again == "loading"
                 tries += not loading
-                yield from self.pause(0.0 if kind == "stream" else error.wait)
+                yield from self.pause(0.0 if error.again == "stream" else error.wait)
             finally:
-                if not request:
+                if not body:  # a second try that brings nothing does not take away what the first one brought
                     self.partial = reply.answer.getvalue() or self.partial
-                self.call, self.ending = None, False
+                self.call, self.ending = None, ""
+
+    def leave_out(self, error, reply, compacted):
+        """What the next request can do without, if the one that ended in `error` was too much: -> "thinking", "turns" or ""."""
+        if reply.first_token is None and (yield from self.give_up_thoughts(error)):
+            return "thinking"
+        if error.kind != "overflow" or compacted or self.no_summary or not self.settings["compactAt"]:
+            return ""
+        self.window = self.window or error.window
+        return "turns" if (yield from self.compact()) else ""
 
     def may_try_again(self, error, reply, tries, elapsed):
         """Whether the call that ended in `error` is made once more (see MMError.again)."""
-        kind, _, field = error.again.partition(":")
-        if self.stopped or not kind or reply.finish is not None:
+        if self.stopped or not error.again or reply.finish is not None:
             return False
-        if kind == "loading":
+        if error.again == "loading":
             return not self.settings["firstTokenTimeout"] or elapsed < self.settings["firstTokenTimeout"]
-        if kind == "field":
-            return field not in self.refused
-        if kind == "busy" and error.wait > LONGEST_WAIT:
+        if error.again == "field":
+            return error.field not in self.refused
+        if error.again == "busy" and error.wait > LONGEST_WAIT:
             return False
         return tries < self.settings["retries"] and (self.restartable or not reply.answer.getvalue())
 
@@ -2918,18 +3071,20 @@ class Conversation:
             time.sleep(min(0.1, seconds))
 
     def request(self):
-        sampling, echo = merged(self.settings["sampling"], self.backend.entry["sampling"]), self.echo()
-        self.thought_tokens = self.tokens_to_echo(echo)
-        return serialised(self.protocol.body(self.history, self.system, self.toolbox.schemas(), sampling, self.think, self.refused, echo))
+        """The bytes of the next request. Options (-o) are the strongest sampling: section 14 lays them over the provider's own."""
+        tools, sampling = self.toolbox.schemas(), merged(self.settings["sampling"], self.backend.entry["sampling"])
+        thoughts = self.echo.thoughts(self.history, tools)
+        self.thought_tokens = sum(thought["tokens"] for thought in thoughts.values())
+        return serialised(self.protocol.body(self.history, self.system, tools, sampling, self.think, self.refused, thoughts))
 
-    def read(self, reply, body, think):
-        """One request and its stream, as events."""
-        self.call = ModelCall(lambda line: self.protocol.stream(body, line, self.tap, self.notices.append, think),
+    def read(self, reply, body, tags):
+        """One request and its stream, as events. body: its bytes; tags: see Protocol.tag_state()."""
+        self.call = ModelCall(lambda connection: self.protocol.stream(body, connection, self.tap, self.notices.append, tags),
                               self.settings["watchdogTimeout"], self.settings["firstTokenTimeout"])
         for event in read_reply(self.call, reply):
             yield event
-            yield from self.told()
-            if self.ending is True:
+            yield from self.what_is_to_be_said()
+            if self.ending == "wanted":  # Ctrl-C
                 self.ending = "asked"
                 if not self.protocol.end_thinking(reply.id):
                     raise MMError("cancelled", "stopped")
@@ -2937,36 +3092,15 @@ class Conversation:
         if hint:
             yield {"type": "notice", "message": hint}
 
-    # -- thinking that goes back (reasoningEcho)
-
-    def thought_of(self, reply):
-        """The label of a whole reply's thinking, for its message."""
-        text = "".join(reply.thought or [])
-        maker = self.backend.model, reply.model
-        return {"thought": {"text": text, "maker": maker, "tokens": max(1, reply.produced_tokens()[0])}} if text.strip() else {}
-
-    def echo(self):
-        """echo_rules() for the next request; the server is asked what its template renders once there is something to send."""
-        model, tools = self.backend.model, self.toolbox.schemas()
-        if model in self.refusing or not any("thought" in message for message in self.history):
-            return None
-        if (model, bool(tools)) not in self.rendered:
-            self.rendered[model, bool(tools)] = thoughts_rendered(self.backend, tools)
-        return echo_rules(self.backend, (model, self.served.get(model)), self.rendered[model, bool(tools)], self.history)
-
-    def tokens_to_echo(self, echo):
-        thoughts = (thought_to_send(message, place, echo) for place, message in enumerate(self.history))
-        return sum(thought["tokens"] for thought in thoughts if thought)
-
     def give_up_thoughts(self, error):
-        """Whether the request that ended in `error` is made once more without the thinking it held, which was too much or refused."""
+        """Whether the request that ended in `error` held thinking, which was too much or refused, and will hold none now."""
         refused = refuses_thoughts(error)
-        if not self.thought_tokens or self.stopped or not refused and error.kind != "overflow":
+        if not self.thought_tokens or self.stopped or not (refused or error.kind == "overflow"):
             return False
         for message in self.history:
             message.pop("thought", None)
         if refused:
-            self.refusing.add(self.backend.model)
+            self.echo.refusing.add(self.backend.model)
         why = "the server refuses thinking in the history, and gets none from now on" if refused else "the context is full"
         yield {"type": "notice", "message": f"{why}: asked again without the earlier thinking"}
         return True
@@ -2980,11 +3114,15 @@ class Conversation:
             self.measured = (len(self.history), max(0, tokens - self.thought_tokens) + reply.produced_tokens()[1])
 
     def size(self):
-        """Tokens that the next prompt has: what the server counted last, a fourth of the characters since, and thinking that goes back."""
-        count, tokens = self.measured
-        if not count:
-            tokens = tokens_in([self.system, self.toolbox.schemas()])
-        return tokens + tokens_in([without_thought(message) for message in self.history[count:]]) + self.tokens_to_echo(self.echo())
+        """Tokens that the next prompt has: what the server counted last, a fourth of the characters since, and thinking that goes back.
+
+        For that, a server may be asked what its template renders, once for each model.
+        """
+        (count, tokens), tools = self.measured, self.toolbox.schemas()
+        tokens = tokens if count else tokens_in([self.system, tools])
+        thoughts = self.echo.thoughts(self.history, tools)
+        return tokens + tokens_in([without_thought(message) for message in self.history[count:]]) \
+            + sum(thought["tokens"] for thought in thoughts.values())
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""
@@ -3032,14 +3170,14 @@ class Conversation:
 
     def summary(self, messages):
         """A summary of messages, asked for with thinking off. Raises MMError if there is none; twice too big is enough."""
-        room = int(self.window * 0.6) * 3 or 1 << 40  # characters; three a token is cautious
+        room = int(self.window * 0.6) * 3 or 1 << 40  # characters: three a token is cautious, and the summary itself needs room
         for attempt in (1, 2):
             text, left_out = transcript(messages, room)
             if left_out:
                 yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into the summary's own request, and are left out"}
             asked, before = [{"role": "user", "content": SUMMARY + text}], len(self.replies)
             try:
-                for event in self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused))):  # noqa: B023
+                for event in self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused))):
                     if event["type"] in ("waiting", "progress", "notice"):
                         yield event
                 reply = self.replies[-1]
@@ -3057,6 +3195,28 @@ class Conversation:
                 raise MMError("empty", "the summary was longer than what it sums up")
             return answer
 
+    # -- what a person changes in between
+
+    def clear(self):
+        """Forgets what was said, and what was permitted; what was recorded stays in its own session."""
+        self.history.clear()
+        self.measured = (0, 0)
+        self.toolbox.always.clear()
+        if self.session:
+            self.session.renew()
+
+    def use(self, model=None, system=None):
+        """Another model, whose context is not known yet, or another system prompt, from the next question on."""
+        if model is not None:
+            self.backend.model, self.measured, self.probes = model, (0, 0), 0
+            self.window = self.settings["contextWindow"]
+        if system is not None:
+            self.system = system
+        if self.session:
+            self.session.about.update(model=self.backend.model, system=self.system)
+        if self.history:
+            self.record({"model": self.backend.model, "system": self.system})
+
     def done(self):
         return done_event(self.backend.name, self.backend.model, self.session and self.session.id, self.replies, self.started, self.timeline)
 
@@ -3073,6 +3233,7 @@ def tokens_in(value):
 
 def transcript(messages, room):
     """-> (messages as text of at most `room` characters, how many of the oldest were left out). Tool results shrink first."""
+    # characters of a tool result and of another text: cut less, then more, until all of it fits
     for limit, most in ((4000, room // 2), (400, room // 2), (60, room // 4), (60, 1000), (60, 300)):
         parts = [f"{message['role'].upper()}: {shorter(message['content'], limit if message['role'] == 'tool' else most)}" + "".join(
             f"\nCALL {call['name']} {shorter(json.dumps(call['arguments'] or {}, ensure_ascii=False), limit)}"
@@ -3094,6 +3255,7 @@ def done_event(provider, model, session, replies, started, timeline=None):
     """The `done` of a turn; beside its fields, for figures(): `tokens` (thinking, answer) of all its calls, and the Timeline."""
     last = replies[-1] if replies else Reply()
     first = next((reply.first_token for reply in replies if reply.first_token is not None), None)
+    produced = [reply.produced_tokens() for reply in replies]
 
     def spent(*kinds):
         return rounded(sum(reply.seconds[kind] for reply in replies for kind in kinds))
@@ -3101,7 +3263,7 @@ def done_event(provider, model, session, replies, started, timeline=None):
             "usage": last.usage, "timings": last.timings,
             "seconds": {"first_token": rounded(first), "thinking": spent("reasoning"), "answer": spent("answer", "call"),
                         "total": rounded(time.monotonic() - started)},
-            "tokens": tuple(map(sum, zip((0, 0), *(reply.produced_tokens() for reply in replies)))), "timeline": timeline or Timeline()}
+            "tokens": (sum(thinking for thinking, _ in produced), sum(answer for _, answer in produced)), "timeline": timeline or Timeline()}
 
 
 def rounded(seconds):
@@ -3196,7 +3358,7 @@ class Session:
         self.file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         size = os.fstat(self.file).st_size
         if not size:
-            self.append({"session": 1, **self.about})
+            self.append({"session": 1, **self.about})  # 1: the version of this format
         elif os.pread(self.file, 1, size - 1) != b"\n":
             os.write(self.file, b"\n")
 
@@ -3205,7 +3367,7 @@ class Session:
         written = os.write(self.file, line)
         if written < len(line):  # a disk that is full now: what is torn ends here
             os.write(self.file, b"\n")
-            raise OSError(28, os.strerror(28))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self):
         if self.file is not None:
@@ -3231,7 +3393,7 @@ def load_session(path):
                 history.append(stored_message(item))
             elif "history" in item:
                 history = [stored_message(message) for message in item["history"]]
-            elif "session" in item or "model" in item:
+            elif "session" in item or "model" in item:  # the first line, or a change of it
                 about.update({key: item[key] for key in ("provider", "model", "url", "system") if isinstance(item.get(key), str)})
             else:
                 raise ValueError
@@ -3284,15 +3446,15 @@ def list_sessions():
 
 def find_session(its_id):
     """The path of the session whose id begins so; of the newest one for "". Raises MMError("config")."""
-    sessions = list_sessions()
-    matching = [path for name, path, _ in sessions if name.startswith(its_id)]
+    sessions = {name: path for name, path, _ in list_sessions()}
+    matching = [name for name in sessions if name.startswith(its_id)]
     if not sessions:
         raise MMError("config", f"there is no session yet (in {sessions_folder()})")
-    if not matching or its_id and len(matching) > 1 and os.path.join(sessions_folder(), its_id + ".jsonl") not in matching:
-        several = "more than one session begins with {}: " + ", ".join(map(session_id, matching[:4]))
-        raise MMError("config", (several if matching else "no session begins with {} (mm --sessions)").format(one_line(its_id, 40)))
-    exact = os.path.join(sessions_folder(), its_id + ".jsonl")
-    return exact if exact in matching else matching[0]
+    if not matching:
+        raise MMError("config", f"no session begins with {one_line(its_id, 40)} (mm --sessions)")
+    if its_id and its_id not in matching and len(matching) > 1:
+        raise MMError("config", f"more than one session begins with {one_line(its_id, 40)}: {', '.join(matching[:4])}")
+    return sessions[its_id if its_id in matching else matching[0]]
 
 
 def session_lines(most=50):
@@ -3322,7 +3484,7 @@ def as_markdown(history, system):
 # ======================================================================================================================
 # 11. Display
 #
-# Two views of the same events. Person writes the answer to one stream and everything else to another; each of the two
+# Two views of the same events; a view has begin(), for a new turn, show(event), note(text), flush() and close(). Person writes the answer to one stream and everything else to another; each of the two
 # knows whether it is a terminal. On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and
 # as single characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text as it is.
 # Styles are switched off again with every piece, so that whatever ends mm leaves the terminal as it was.
@@ -3344,7 +3506,7 @@ class Pen:
         dumb = os.environ.get("TERM", "") == "dumb"
         self.moves = self.terminal and not dumb
         self.styled = self.moves and not os.environ.get("NO_COLOR")
-        self.column = {"begun": False}  # shared by two pens on one screen
+        self.column = {"begun": False}  # whether the line is begun; two pens on one screen share it
         self.pending, self.busy = [], 0.0  # busy: since when it is in a write, which can block
 
     def can_show(self, text):
@@ -3411,7 +3573,7 @@ class Person:
         self.begin()
 
     def begin(self):
-        self.block, self.held, self.progress, self.since, self.hidden = "", "", None, time.monotonic(), 0
+        self.block, self.newlines, self.progress, self.since, self.hidden = "", "", None, time.monotonic(), 0
         self.unsure = ""  # the end of what may be thinking or answer
         self.ran = 0
 
@@ -3436,9 +3598,9 @@ class Person:
                 return
             self.open(block, pen)
         if pen.terminal:
-            whole = self.held + text
+            whole = self.newlines + text
             text = whole.rstrip("\n")
-            self.held = whole[len(text):]
+            self.newlines = whole[len(text):]
         pen.write(text, style)
 
     def open(self, block, pen):
@@ -3450,7 +3612,7 @@ class Person:
     def close_block(self):
         """Ends what stands on the screen, so that the next thing begins a line. A pipe's answer stays as it is."""
         self.wipe()
-        self.held = ""
+        self.newlines = ""
         if self.block == "thinking" or self.block and self.out.terminal:
             (self.side if self.block == "thinking" else self.out).new_line()
         self.block = ""
@@ -3587,8 +3749,8 @@ class Ndjson:
 
     def show(self, event):
         if event["type"] in EVENTS and not (self.hide and event["type"] == "reasoning"):
-            event = {key: value for key, value in event.items() if key not in ("preview", "tokens", "timeline")}
-            self.out.pending.append(json.dumps(event, ensure_ascii=self.ascii) + "\n")
+            row = {key: event[key] for key in ("type", *EVENTS[event["type"]]) if key in event}
+            self.out.pending.append(json.dumps(row, ensure_ascii=self.ascii) + "\n")
         if event["type"] not in ("reasoning", "answer"):
             self.flush()
 
@@ -3604,16 +3766,17 @@ class Ndjson:
     close = flush  # nothing stands on a screen
 
 
+# -- figures (--stats)
+
 def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅▆▇█"):
     """A turn's figures: times, tokens, how fast, a line of tokens over time each for thinking, answer and the reading of the prompt.
 
     columns: where lines are to end, 0 for one line; marks: of thinking and answer; blocks: characters from few to many.
     """
-    usage, timings, seconds, line = done["usage"] or {}, done["timings"] or {}, done["seconds"], done["timeline"]
-    rows = {"prompt": line.rows["prompt"], "thinking": line.rows["reasoning"],
-            "answer": [a + b for a, b in zip(line.rows["answer"], line.rows["call"])]}
+    usage, timings, seconds, counted = done["usage"] or {}, done["timings"] or {}, done["seconds"], done["timeline"].rows
+    rows = {"prompt": counted["prompt"], "thinking": counted["reasoning"], "answer": [a + b for a, b in zip(counted["answer"], counted["call"])]}
     most = max(*rows["thinking"], *rows["answer"])  # tokens in a span: one scale for both
-    cells = min(48, columns // 3 or 48) / max(1, sum(map(len, map(spanned, rows.values()))))  # of the screen, for a span
+    cells = min(48, columns // 3 or 48) / max(1, sum(map(len, map(spanned, rows.values()))))  # characters a span: the bars share a third
     parts = []
     for mark, key, tokens in ((marks[0], "thinking", done["tokens"][0]), (marks[1], "answer", done["tokens"][1])):
         if tokens:
@@ -3648,7 +3811,7 @@ def sparkline(row, most, cells, blocks):
         return []
     ends = [round(place * len(row) / width) for place in range(width + 1)] if width < len(row) else range(len(row) + 1)
     means = [sum(row[a:b]) / (b - a) for a, b in zip(ends, ends[1:])]
-    return ["".join(blocks[max(0, -int(-mean * len(blocks) // most) - 1)] for mean in means)]  # rounded up
+    return ["".join(blocks[max(0, math.ceil(mean * len(blocks) / most) - 1)] for mean in means)]
 
 
 def fits(text, columns):
@@ -3674,6 +3837,8 @@ def wrapped(parts, columns):
     return "\n".join(lines)
 
 
+# -- a turn, shown; Ctrl-C in it
+
 def exit_code(event, before):
     """What an event makes of the exit code so far."""
     if event["type"] == "error":
@@ -3683,16 +3848,17 @@ def exit_code(event, before):
 
 def run_turn(conversation, turn, view):
     """Shows the events of a turn; Ctrl-C is the conversation's, a second one ends whatever else hangs. -> exit code"""
-    code, given_up = 0, []
+    code, given_up = 0, False
 
     def on_interrupt(*_):
+        nonlocal given_up
         try:
             if view.out.busy and time.monotonic() - view.out.busy > 0.5:  # nobody reads: nothing but this ends the write
                 raise KeyboardInterrupt
             conversation.interrupt()
         except KeyboardInterrupt:
             if not given_up:  # once, as it ends the turn, and a hasty third Ctrl-C must not end more
-                given_up.append(True)
+                given_up = True
                 raise
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
@@ -3718,6 +3884,7 @@ def run_turn(conversation, turn, view):
 # ======================================================================================================================
 
 KERNEL_LINE = 4095
+NO_SWITCH = "mm does not know how this server is told to think or not: -p NAME says which it is, -o passes a field of its own"
 NO_TOOLS = "the model's chat template takes no tools, so the model will not hear of them"
 
 
@@ -3789,7 +3956,7 @@ class Repl:
                 return self.command(*(text.rstrip().split(None, 1) + [""])[:2])
             if text.strip():
                 self.ask(text.strip("\n"))
-        except EOFError:
+        except EOFError:  # Ctrl-D, the end of a pipe, /bye
             if self.terminal:
                 self.say("")
             return False
@@ -3823,19 +3990,19 @@ class Repl:
         if sys.stdin is None or self.ended:
             raise EOFError
         self.ahead = self.ahead and self.terminal and self.more_is_waiting(0)
-        text = self.typed(prompt if self.terminal else "")
+        text = self.read_typed(prompt if self.terminal else "")
         if self.terminal and not self.readline and len(text.encode(errors="replace")) >= KERNEL_LINE:
             self.say(f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: use -f FILE or a pipe for long text")
         while self.terminal and not self.ahead and not self.is_command(text) and self.more_is_waiting(0.02):
             try:
-                text += "\n" + self.typed("")
+                text += "\n" + self.read_typed("")
             except EOFError:
                 self.ended = True
                 break
         return readable(text)
 
-    def typed(self, prompt):
-        """input(), the only place where Ctrl-C outside a turn counts, and once: hit in haste, it would else end mm between two lines."""
+    def read_typed(self, prompt):
+        """input(), the only place where Ctrl-C outside a turn has an effect, and one: a hasty second one, between two lines, would end mm."""
         def on_interrupt(*_):
             if self.reading:
                 self.reading = False
@@ -3857,9 +4024,8 @@ class Repl:
         self.view.note(text)
 
     def command(self, name, rest):
-        name, rest = name.lower(), rest.strip()
-        if name in ("/bye", "/exit", "/quit"):
-            return False
+        """Runs a command of COMMANDS; -> whether to go on."""
+        name, rest = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}.get(name.lower(), name.lower()), rest.strip()
         method = COMMANDS.get(name, (None,))[0]
         if method is None:
             self.say(f"there is no command {name}: /help lists them (a question may begin with a space)")
@@ -3868,9 +4034,10 @@ class Repl:
             getattr(self, method)(rest)
         except MMError as error:
             self.say(error.message)
-        except KeyboardInterrupt:
-            self.say("stopped")
         return True
+
+    def bye(self, rest):
+        raise EOFError
 
     def help(self, rest):
         width = max(len(f"{name} {words}") for name, (_, words, _) in COMMANDS.items())
@@ -3879,11 +4046,7 @@ class Repl:
         self.say('  A line ending in \\ goes on in the next; """ begins and ends a block. Ctrl-C stops an answer.')
 
     def clear(self, rest):
-        self.conversation.history.clear()
-        self.conversation.measured = (0, 0)
-        self.conversation.toolbox.always.clear()
-        if self.session:  # what was said stays in its own session
-            self.session.renew()
+        self.conversation.clear()
         self.say("forgotten: the conversation begins anew")
 
     def compact(self, rest):
@@ -3932,13 +4095,7 @@ class Repl:
 
     def model(self, rest):
         if rest:
-            self.conversation.backend.model = rest
-            self.conversation.measured, self.conversation.probes = (0, 0), 0
-            self.conversation.window = self.conversation.settings["contextWindow"]
-            if self.session:
-                self.session.about["model"] = rest
-            if self.conversation.history:
-                self.conversation.record({"model": rest})
+            self.conversation.use(model=rest)
         self.say(f"model: {self.conversation.backend.model}")
 
     def models(self, rest):
@@ -3949,9 +4106,9 @@ class Repl:
         if rest in ("on", "off", "auto"):
             before = self.conversation.think
             self.conversation.think = {"on": True, "off": False, "auto": None}[rest]
-            for notice in think_notices(self.conversation):
+            if not can_switch_thinking(self.conversation):
                 self.conversation.think = before
-                self.say(notice)
+                self.say(NO_SWITCH)
         state = {True: "on", False: "off", None: "auto (as the server likes)"}[self.conversation.think]
         self.say(f"thinking: {state}" if rest in ("on", "off", "auto", "") else "say /think on, off or auto")
 
@@ -3962,7 +4119,7 @@ class Repl:
 
     def set_system(self, rest):
         if rest:
-            self.conversation.system = "" if rest == "-" else rest
+            self.conversation.use(system="" if rest == "-" else rest)
         self.say(f"system: {self.conversation.system or '(none)'}")
 
     def stats(self, rest):
@@ -3974,7 +4131,6 @@ class Repl:
 
 COMMANDS = {  # name: (method of Repl, its words, what it does)
     "/help": ("help", "", "this list"),
-    "/?": ("help", "", "the same"),
     "/clear": ("clear", "", "forget the conversation"),
     "/model": ("model", "[NAME]", "say or change the model"),
     "/models": ("models", "", "list the server's models"),
@@ -3999,12 +4155,9 @@ def list_models(backend):
     return told["models"]
 
 
-def think_notices(conversation):
-    """What a person should hear when thinking is switched for a server that mm has no words for."""
-    told = conversation.backend.entry["thinking"] or conversation.protocol.path == "completions"  # there, the prompt tells
-    if conversation.think is not None and not told:
-        return ["mm does not know how this server is told to think or not: -p NAME says which it is, -o passes a field of its own"]
-    return []
+def can_switch_thinking(conversation):
+    """Whether what is wanted of the thinking can be said to the server, or in the prompt that mm writes."""
+    return conversation.think is None or bool(conversation.backend.entry["thinking"]) or not conversation.protocol.applies_template
 
 
 # ======================================================================================================================
@@ -4078,7 +4231,7 @@ def replay(path, tags=""):
 
     tags: where ThinkTags begin, or "" for a stream whose server parted the thinking.
     """
-    raw = read_bytes(path, "--replay")
+    raw = read_bytes(path, "--replay")  # the streams of a tap stand one after another; one without [DONE] runs into the next
     ends = [0, *(match.end() for match in re.finditer(rb"(?m)^data:[ ]?\[DONE\]\s*", raw)), len(raw)]
     streams = [raw[start:end] for start, end in zip(ends, ends[1:]) if start < end] if raw[:2] != b"\x1f\x8b" else [raw]
     streams = streams or [b""]
@@ -4105,22 +4258,19 @@ def replay(path, tags=""):
 def recorded_seconds(replies, thinking, answer):
     """`done`'s seconds of a recorded stream: those that it tells itself (llama.cpp's timings); the time of its replay means nothing."""
     times = [reply.timings or {} for reply in replies]
-    prompt, predicted = (sum(time[key] for time in times if is_number(time.get(key))) / 1000 for key in ("prompt_ms", "predicted_ms"))
+    prompt, predicted = (sum(told[key] for told in times if is_number(told.get(key))) / 1000 for key in ("prompt_ms", "predicted_ms"))
     share = thinking / max(1, thinking + answer)
     return {"first_token": rounded(prompt or None), "thinking": rounded(predicted * share), "answer": rounded(predicted * (1 - share)),
             "total": rounded(prompt + predicted or None)}
 
 
-def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
-
 
 # ======================================================================================================================
 # 14. The command line
+#
+# Options, and what each is for; then run(), in the order of the path that a question takes. What needs no server comes first, and
+# a fault of the command line is told before standard input is read or a server asked.
 # ======================================================================================================================
-
-MOST_TEXT = 32 << 20  # bytes of a file or of piped text; beyond that it is a mistake (/dev/zero), not a question
-
 
 def parser():
     import argparse
@@ -4177,19 +4327,6 @@ def parser():
     return p
 
 
-OPTIONS = {"provider": "--provider", "model": "--model", "url": "--url", "system": "--system", "think": "--think",
-           "watchdogTimeout": "--watchdog", "firstTokenTimeout": "--first-token", "retries": "--retries",
-           "maxSteps": "--max-steps", "save": "--no-save", "tools": "--tools"}
-
-
-def readable(text):
-    """Text from the command line or a terminal with what is no text replaced: its bytes are UTF-8 more often than the locale says."""
-    try:
-        return os.fsencode(text).decode()
-    except UnicodeError:
-        return clean(text)
-
-
 def sampling_options(pairs):
     """-o KEY=VALUE pairs as a dict; dots nest, VALUE is JSON if it parses. Raises MMError("config")."""
     out = {}
@@ -4204,17 +4341,6 @@ def sampling_options(pairs):
             field = {part: field}
         out = merged(out, field)
     return out
-
-
-def read_bytes(path, option):
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MOST_TEXT + 1)
-    except (OSError, ValueError) as error:
-        raise MMError("config", f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
-    if len(raw) > MOST_TEXT:
-        raise MMError("config", f"{option} {path}: larger than {MOST_TEXT >> 20} MiB")
-    return raw
 
 
 def as_question(raw, name, notices):
@@ -4310,9 +4436,10 @@ def check(backend, settings):
 
 
 def settings_of(args):
-    given = {key: getattr(args, key) for key in OPTIONS}
-    return load_settings({key: (readable(value) if isinstance(value, str) else value, OPTIONS[key]) for key, value in given.items()
-                          if value is not None and (key == "system" or not isinstance(value, str) or value.strip())}, args.config)
+    """The settings of a run: blank options count as not given, but for `-s ""`, which drops the config's system prompt."""
+    given = {key: getattr(args, key) for key, (_, _, _, option) in SETTINGS.items() if option}
+    given = {key: readable(value) if isinstance(value, str) else value for key, value in given.items() if value is not None}
+    return load_settings({key: value for key, value in given.items() if value != "" and str(value).strip() or key == "system"}, args.config)
 
 
 def run(args, view):
@@ -4344,12 +4471,13 @@ def run(args, view):
         return print_rows(list_models(backend), view)
     conversation, session = make_conversation(args, settings, backend, toolbox, path)
     conversation.history += history
-    if backend.entry["protocol"] == "completions":
+    if not conversation.protocol.applies_template:
         notices += [] if backend.entry["template"] else ["no template is named for the raw prompts: chatml is used (template in the config)"]
         notices += ["raw prompts take no tools, so the model will not hear of them"] if toolbox.names else []
     elif toolbox.names and backend.entry["tools"] and not wants_repl(args) and probe(backend)["tools"] is False:
         notices.append(NO_TOOLS)
-    tell(view, notices + think_notices(conversation))
+    notices += [] if can_switch_thinking(conversation) else [NO_SWITCH]
+    tell(view, notices)
     code = run_turn(conversation, conversation.ask(question), view) if question else 0
     if wants_repl(args):
         return Repl(conversation, view, session, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run()
@@ -4359,7 +4487,7 @@ def run(args, view):
 def replay_tags(settings):
     """How the provider that a recording came from, if one is named, has its thinking parted (see Protocol.tags)."""
     entry = provider_table(settings).get(settings["provider"].strip())
-    return PROTOCOLS[entry.get("protocol", "chat")](Backend("replay", entry, "http://replay")).tags(settings["think"]) if entry else ""
+    return PROTOCOLS[entry.get("protocol", "chat")](Backend("replay", entry, "http://replay")).tag_state(settings["think"]) if entry else ""
 
 
 def tell(view, notices):
@@ -4395,7 +4523,7 @@ def make_conversation(args, settings, backend, toolbox, path):
     """-> (Conversation, its Session or None). path: of the session that is resumed, or ""."""
     session = None
     if settings["save"] and not args.demo:
-        about = {"provider": "" if backend.name == "server" else backend.name, "model": backend.model, "system": settings["system"]}
+        about = {"provider": "" if backend.plain else backend.name, "model": backend.model, "system": settings["system"]}
         if settings["url"]:
             about["url"] = show_url(backend.url)
         session = Session(about, lambda message: conversation.notices.append(message), path)
@@ -4512,6 +4640,7 @@ def main(argv=None):
         Pen(sys.stderr, aside=True).say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")
         return 1
     finally:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on, nothing is left to be told
         try:
             view.close()
         except OSError:

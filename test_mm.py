@@ -451,7 +451,7 @@ def test_an_unknown_key_is_a_notice(load, content, tokens):
 
 def test_an_option_beats_the_environment_which_beats_the_file(load):
     environ = {"MM_MODEL": " from-environment ", "MM_PROVIDER": " ", "MM_BASE_URL": ""}
-    settings = load("model: from-file\nprovider: ollama\nretries: 5", {"retries": ("2", "--retries")}, environ)
+    settings = load("model: from-file\nprovider: ollama\nretries: 5", {"retries": "2"}, environ)
     found = {key: (settings[key], settings.source(key)) for key in ("retries", "model", "provider", "url")}
     assert found == {"retries": (2, "--retries"), "model": ("from-environment", "$MM_MODEL"),
                      "provider": ("ollama", found["provider"][1]), "url": ("", "")}
@@ -518,7 +518,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(run_mm, args, env, tokens):
     ("backend not found\n", "backend not found"), ("", ""),
 ])
 def test_the_sentence_is_found_wherever_a_server_puts_it(body, said):
-    assert mm.words(body) == said
+    assert mm.sentence(body) == said
 
 
 LLAMA_TEMPLATE = ("\n------------\nWhile executing CallExpression at line 3, column 9 in source:\n...↵ {{- raise_exception("
@@ -1257,7 +1257,7 @@ def test_a_turn_that_is_dropped_in_the_middle_leaves_nothing_open(serve, no_thre
         pass
     turn.close()
     server.gone()
-    assert conversation.history[-1] == {"role": "assistant", "content": "half", "partial": True}
+    assert conversation.history[-1] == {"role": "assistant", "content": "half"}
 
 
 def test_a_normal_call_leaves_nothing_open(serve, no_thread_left):
@@ -1304,7 +1304,7 @@ def sent(its_id, arguments='{"q": "é"}'):
     ("a chat", [user("a"), assistant("b"), user("c")], [user("a"), assistant("b"), user("c")]),
     ("questions without answers are joined", [user("a"), user("b"), assistant("c")], [user("a\n\nb"), assistant("c")]),
     ("an empty answer is left out", [user("a"), assistant(" \n"), user("b")], [user("a\n\nb")]),
-    ("mm's own labels are left out", [user("a"), {**assistant("b"), "partial": True}], [user("a"), assistant("b")]),
+    ("mm's own labels are left out", [user("a"), {**assistant("b"), "thought": {"text": "hm"}}], [user("a"), assistant("b")]),
     ("a call and its result", [user("a"), assistant("", made("1")), tool("1"), assistant("b")],
      [user("a"), assistant("", sent("1")), tool("1"), assistant("b")]),
     ("broken arguments become none", [user("a"), assistant("x", made("1", None)), tool("1")],
@@ -1457,7 +1457,7 @@ def test_raw_prompts_are_not_cut_at_the_few_tokens_that_openai_s_protocol_gives_
     server = serve(stream(raw_chunk("ok", "stop")))
     for provider in ("vllm", "llamacpp"):
         ask(raw(server, provider))
-    assert [post.body.get("max_tokens") for post in server.posts] == [mm.RAW_TOKENS, None]
+    assert [post.body.get("max_tokens") for post in server.posts] == [mm.NO_ENTRY["limit"]["max_tokens"], None]
 
 
 def test_calls_and_results_of_a_history_are_text_in_a_raw_prompt(serve):
