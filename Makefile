@@ -54,6 +54,12 @@ define MAIN
 import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # until mm can end in one line
 import sys
+try:
+    import certifi
+    certifi.where()  # writes its file beside the archive's, so to say: into a temporary folder
+except OSError:  # nothing can be written: the system's certificates, if there are any
+    import ssl
+    certifi.where = lambda: ssl.get_default_verify_paths().cafile or ""
 import mm
 sys.exit(mm.main())  # not os._exit: certifi has put its file beside the archive, and takes it away again
 endef

@@ -54,7 +54,7 @@ if __name__ == "__main__" and sys.argv[1:] == ["--version"]:  # the other import
 
 import signal
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while mm is loading, Ctrl-C ends it without a traceback
 
 import errno
@@ -75,7 +75,7 @@ from urllib.parse import urlsplit, urlunsplit
 # 0. Text and JSON
 #
 # What every section uses. Text that comes from elsewhere can hold what no encoder takes (half of a surrogate pair) and JSON
-# can hold what no program wants (NaN, a million brackets); both are put right here, where they enter or leave.
+# can hold what no program wants (NaN, a million brackets); both are put right where they enter or leave. So are signals.
 # ======================================================================================================================
 
 class MMError(Exception):
@@ -188,6 +188,12 @@ def as_int(value):
 
 def is_number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
+
+
+def on_signal(number, handler):
+    """signal.signal(), but what a parent had ignored stays so (nohup, a shell's job in the background); -> the handler before."""
+    before = signal.getsignal(number)
+    return before if before == signal.SIG_IGN else signal.signal(number, handler)
 
 
 MOST_TEXT = 32 << 20  # bytes of a file or of piped text; beyond that it is a mistake (/dev/zero), not a question
@@ -688,7 +694,7 @@ def explain_exception(error, backend, proxy, answered):
     host, shown = urlsplit(backend.url).hostname, show_url(backend.url)
     undialled = next((e for e in chain if isinstance(e, Undialled)), None)
     reason = one_line(next((e for e in reversed(chain) if isinstance(e, OSError) and e.strerror), chain[-1]), 200)
-    if proxy and (undialled or "ProxyError" in classes):
+    if proxy and (undialled or classes & {"ProxyError", "InvalidSchema", "InvalidProxyURL"}):
         return MMError("unreachable", f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
                                       f"set NO_PROXY={host} to go round it")
     if "SSLError" in classes or any(isinstance(e, ssl.SSLError) for e in chain):
@@ -799,7 +805,7 @@ NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "start
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 2.0
-MAX_LIST = 8 << 20  # bytes of a model list
+MAX_LIST = 4 << 20  # bytes of a model list
 
 
 # -- reaching a server
@@ -822,8 +828,9 @@ class Connection:
         if host == "localhost":  # ::1 may come first, yet local servers listen on 127.0.0.1 unless told otherwise
             addresses.sort(key=lambda address: address[0] != socket.AF_INET)
         for family, kind, protocol, _, address in addresses:
-            sock = socket.socket(family, kind, protocol)
+            sock = None
             try:
+                sock = socket.socket(family, kind, protocol)
                 self.hold(sock)
                 sock.settimeout(CONNECT_SECONDS)
                 sock.connect(address)
@@ -831,7 +838,8 @@ class Connection:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 return sock
             except OSError as error:
-                sock.close()
+                if sock:
+                    sock.close()
                 tried.append(f"{address[0]}: {str(error.strerror or error).lower()}")
         raise Undialled(", ".join(dict.fromkeys(tried)))
 
@@ -870,6 +878,8 @@ def need_requests():
     """The package, imported when it is needed, as that takes longer than all else. Raises MMError("config")."""
     try:
         import requests
+    except OSError as error:  # in mm.pyz: no place for the certificates
+        raise MMError("config", f"the package requests cannot be loaded: {one_line(error, 200)}") from None
     except ImportError:
         raise MMError("config", "mm needs the package requests: pip install requests (or run it with `uv run mm.py`)") from None
     return requests
@@ -927,7 +937,11 @@ def open_session(connection, url):
     session.trust_env = False
     session.mount("http://", dialling_adapter()(connection))
     session.mount("https://", dialling_adapter()(connection))
-    session.verify = next((os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), True)
+    for name in ("CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
+        if os.environ.get(name):
+            session.verify = os.environ[name]
+            if not os.path.exists(session.verify):
+                raise MMError("config", f"${name} names {session.verify}, which is not there")
     proxy = ""
     if not is_near(urlsplit(url).hostname or ""):
         session.proxies = requests.utils.get_environ_proxies(url)
@@ -941,11 +955,59 @@ def is_near(host):
         re.fullmatch(r"127(\.\d+){1,3}", host) is not None
 
 
+def body_pieces(response):
+    """A response's body as it arrives, b"" never: at most 64 KiB a piece, after HTTP's chunking, before any decoding."""
+    read1 = getattr(getattr(response.raw, "_fp", None), "read1", None)  # http.client's, which waits for the first byte only
+    if read1 is None:
+        yield from response.raw.stream(1, decode_content=False)
+        return
+    while True:
+        piece = read1(1 << 16)
+        if not piece:
+            return
+        yield piece
+
+
+def unpacked(pieces):
+    """Undoes gzip where a body is gzip, whatever its headers say (mm asks for identity; some proxies compress all the same)."""
+    head, pieces = b"", iter(pieces)
+    for piece in pieces:
+        head += piece
+        if head == b"\x1f":
+            continue
+        if head[:2] == b"\x1f\x8b":
+            yield from inflated(head, pieces)
+        else:
+            yield head
+            yield from pieces
+        return
+    if head:
+        yield head
+
+
+def inflated(head, pieces):
+    """gzip's content, member by member, in pieces of at most 1 MiB, as a small body can hold gigabytes."""
+    import zlib
+    either = 32 + zlib.MAX_WBITS  # gzip's head or zlib's, says zlib
+    inflate = zlib.decompressobj(either)
+    for piece in itertools.chain([head], pieces):
+        while piece:
+            if inflate.eof:
+                inflate = zlib.decompressobj(either)
+            try:
+                content = inflate.decompress(piece, 1 << 20)
+            except zlib.error:
+                raise MMError("protocol", "the server compressed the stream, and broke it: mm asks for no compression") from None
+            if content:
+                yield content
+            piece = inflate.unconsumed_tail or inflate.unused_data
+
+
 def beginning(response, most):
     """The first bytes of a body, whatever becomes of the rest."""
     raw = b""
     try:
-        for piece in response.raw.stream(1 << 14, decode_content=True):
+        for piece in unpacked(body_pieces(response)):  # urllib3's own unpacking can fill memory before it gives a byte
             raw += piece
             if len(raw) > most:
                 break
@@ -1304,21 +1366,8 @@ def probe(backend):
 # A stream is whole only with a finish_reason or [DONE]; a tidy close in the middle is a broken stream like any other.
 # ======================================================================================================================
 
-MAX_LINE = 16 << 20  # bytes; nothing an honest server sends in one line, one body or all the calls of one answer comes near
+MAX_LINE = 8 << 20  # bytes; nothing an honest server sends in one line, one body or all the calls of one answer comes near
 CALL_BYTES = 1 << 10  # what an empty call takes of that
-
-
-def body_pieces(response):
-    """A response's body as it arrives, b"" never: at most 64 KiB a piece, after HTTP's chunking, before any decoding."""
-    read1 = getattr(getattr(response.raw, "_fp", None), "read1", None)  # http.client's, which waits for the first byte only
-    if read1 is None:
-        yield from response.raw.stream(1, decode_content=False)
-        return
-    while True:
-        piece = read1(1 << 16)
-        if not piece:
-            return
-        yield piece
 
 
 class Tap:
@@ -1340,41 +1389,6 @@ class Tap:
                     self.notice(f"--tap stops here: {error.strerror}")
                     self.file = None
             yield piece
-
-
-def unpacked(pieces):
-    """Undoes gzip where a body is gzip, whatever its headers say (mm asks for identity; some proxies compress all the same)."""
-    head, pieces = b"", iter(pieces)
-    for piece in pieces:
-        head += piece
-        if head == b"\x1f":
-            continue
-        if head[:2] == b"\x1f\x8b":
-            yield from inflated(head, pieces)
-        else:
-            yield head
-            yield from pieces
-        return
-    if head:
-        yield head
-
-
-def inflated(head, pieces):
-    """gzip's content, member by member, in pieces of at most 1 MiB, as a small body can hold gigabytes."""
-    import zlib
-    either = 32 + zlib.MAX_WBITS  # gzip's head or zlib's, says zlib
-    inflate = zlib.decompressobj(either)
-    for piece in itertools.chain([head], pieces):
-        while piece:
-            if inflate.eof:
-                inflate = zlib.decompressobj(either)
-            try:
-                content = inflate.decompress(piece, 1 << 20)
-            except zlib.error:
-                raise MMError("protocol", "the server compressed the stream, and broke it: mm asks for no compression") from None
-            if content:
-                yield content
-            piece = inflate.unconsumed_tail or inflate.unused_data
 
 
 def lines(pieces):
@@ -1430,7 +1444,7 @@ def events(rows):
             value = value[1:]
         if field == b"data":
             data.append(value)
-            size += len(value) + 1
+            size += len(value) + 100  # what an empty one takes in memory, and more
             if size > MAX_LINE:
                 raise MMError("protocol", f"the server sent an event of more than {MAX_LINE >> 20} MiB")
         elif field == b"event":
@@ -1531,21 +1545,21 @@ def json_values(name, data, at_end, backend, url):
 
 
 def json_body(body, backend, url):
-    """The JSON values of a body that is no event stream: a server that ignores `stream`, an error with status 200, a page."""
+    """Yields the JSON values of a body that is no event stream: a server that ignores `stream`, an error with status 200, a page."""
     text = decoded(body)
-    values, place = [], 0
-    while True:
-        place = re.compile(r"\s*(data:\s*\[DONE\])?\s*").match(text, place).end()
-        if place == len(text):
-            return values
-        try:
+    skipped, place, empty = re.compile(r"\s*(data:\s*\[DONE\])?\s*"), 0, True
+    try:
+        while True:
+            place = skipped.match(text, place).end()
+            if place == len(text):
+                return
             value, place = json_value(text, place)
-        except ValueError:
-            break
-        values.append(value)
-    title = page_title(text)
-    if values or (text.startswith(("{", "[")) and title is None):
-        return values  # torn, which the missing end tells
+            empty = False
+            yield value
+    except ValueError:
+        title = page_title(text)
+    if not empty or (text.startswith(("{", "[")) and title is None):
+        return  # torn, which the missing end tells
     if title is not None:
         raise web_page_error(backend.redact(title), url)
     raise MMError("protocol", f"{url} answered with something that is no event stream: {one_line(backend.redact(text[:4000]), 120)}")
@@ -1600,11 +1614,13 @@ def read_delta(delta):
         if isinstance(call, dict):
             function = call.get("function") if isinstance(call.get("function"), dict) else {}
             arguments = function.get("arguments")
-            yield "call", {
+            fragment = {
                 "index": call["index"] if isinstance(call.get("index"), int) else None,
                 "id": call["id"] if isinstance(call.get("id"), str) else "",
                 "name": function["name"] if isinstance(function.get("name"), str) else "",
                 "arguments": arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)}
+            if fragment["id"] or fragment["name"] or fragment["arguments"]:  # else it is no call, and no sign of life
+                yield "call", fragment
 
 
 def text_parts(value):
@@ -1671,11 +1687,12 @@ class Calls:
         if call is None or not (its_id or name):  # arguments alone: the usual fragment; the index of some counts up within a call
             return call
         same_place = index is None or index in self.by_index  # else an index that is new
+        is_complete = fragment["arguments"].lstrip()[:1] in ("", "{", '"') and self.is_complete(call)  # what cannot begin one goes on
         if its_id and call["id"]:
             if its_id != call["id"]:  # another call, also where all have index 0
                 return None
-            return call if same_place or not self.is_complete(call) else None  # the id repeated: in each fragment, or for each call
-        if name and call["name"] and (name != call["name"] or self.is_complete(call)):  # no ids: the name tells where a call begins
+            return call if same_place or not is_complete else None  # the id repeated: in each fragment, or for each call
+        if name and call["name"] and (name != call["name"] or is_complete):  # no ids: the name tells where a call begins
             return None
         return call if same_place or not call["name"] else None  # an id that comes late, or a name
 
@@ -1750,8 +1767,13 @@ class ModelCall:
         """The reader thread: puts deltas into the box, then how it ended (None or an MMError)."""
         ended = None
         try:
-            for delta in self.open_stream(self.connection):
-                self.box.put(delta)
+            progress = -1
+            for kind, value in self.open_stream(self.connection):
+                if kind == "progress":
+                    if value[0] <= progress:  # it has not moved
+                        continue
+                    progress = value[0]
+                self.box.put((kind, value))
                 while self.box.qsize() > BACKLOG and not self.connection.hung_up:
                     time.sleep(0.005)
         except MMError as error:
@@ -1763,7 +1785,7 @@ class ModelCall:
     def __iter__(self):
         thread = threading.Thread(target=self.read, daemon=True)
         thread.start()
-        phase, progress = "first", -1
+        phase = "first"
         # Seconds waited here since the last sign of life: not those in which mm was stopped, or its output stuck. A delta that is no
         # sign of life does not reset it, so a server that sends nothing else reaches the limit all the same.
         silent = 0.0
@@ -1793,8 +1815,8 @@ class ModelCall:
                     return
                 if kind in TOKENS:
                     silent, phase = 0.0, "next"
-                elif kind == "progress" and value[0] > progress:
-                    silent, progress = 0.0, value[0]
+                elif kind == "progress":
+                    silent = 0.0
                 elif kind == "finish":
                     silent, phase = 0.0, "last"
                 yield kind, value
@@ -2033,13 +2055,14 @@ class ThinkTags:
         self.rest = ""       # what could still become a tag, or white space that belongs to none
         self.held = []       # told as held: thinking if a closing tag comes, and else the answer
         self.quoted = None   # what came after a closing tag in quoted code, as that quote may never end
-        self.behind = False  # right behind the block, where white space belongs to nothing
+        self.behind = False  # right behind a tag, where white space belongs to nothing
 
     def feed(self, text):
         """Yields ("reasoning" or "answer", text) for what is settled, ("held", text) for what is not; that is told again once it is."""
         text, self.rest = self.rest + text, ""
         if not self.begun:
             text = self.begin(text)
+        text = self.without_space(text)
         while text and self.state in ("thinking", "unsure"):
             before, tag, after = text.partition(THINK_END)
             if not tag:
@@ -2054,11 +2077,15 @@ class ThinkTags:
             else:
                 yield from self.inside(before + tag)
                 self.quoted, text = [] if tag else self.quoted, after
+        text = self.without_space(text)
+        if text:
+            yield "answer", text
+
+    def without_space(self, text):
         if self.behind:
             text = text.lstrip()
             self.behind = not text
-        if text:
-            yield "answer", text
+        return text
 
     def begin(self, text):
         """The text without the tag that it begins with; "" until that can be told."""
@@ -2068,7 +2095,7 @@ class ThinkTags:
             return ""
         self.begun = True
         if start.startswith(THINK):
-            self.state, text = "thinking", start[len(THINK):].lstrip()
+            self.state, self.behind, text = "thinking", True, start[len(THINK):]
         elif self.state == "thinking":
             text = start
         elif self.state == "leading":
@@ -2653,7 +2680,10 @@ class Toolbox:
                     pass  # gone just now, or another user's (sudo)
             if process:
                 process.stdout.close()
-                process.wait()
+                try:
+                    process.wait(1)
+                except subprocess.TimeoutExpired:
+                    reason += ", and goes on: it belongs to another user"
             self.busy = False
         text = f"(output that is not text: {len(output):,} bytes)" if b"\0" in output else output.decode("utf-8", "replace").rstrip("\n")
         return f"{text}\n[{reason or f'exit status {process.returncode}'}]".lstrip("\n")
@@ -2845,7 +2875,12 @@ def settled_at_the_end(incoming):
 
 def read_reply(incoming, reply):
     """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's own `waiting`."""
+    kept = 0  # characters of the answer, and of what may be one
     for kind, value in settled_at_the_end(incoming):
+        if kind in ("answer", "held") or (kind == "reasoning" and reply.thought is not None):
+            kept += len(value)
+            if kept > MAX_LINE:
+                raise MMError("protocol", f"the answer passed {MAX_LINE >> 20} Mi characters")
         if kind in ("reasoning", "answer"):
             if reply.tokens["held"]:
                 reply.settle(kind)
@@ -3375,13 +3410,18 @@ class Session:
         self.file = None
 
 
+MOST_SESSION = 256 << 20  # bytes
+
+
 def load_session(path):
     """-> (about, history, [what a person should hear of damage]). Raises MMError("config") if it cannot be read at all."""
     try:
         with open(path, "rb") as file:
-            raw = file.read()
+            raw = file.read(MOST_SESSION + 1)
     except OSError as error:
         raise MMError("config", f"session {path}: {error.strerror}") from None
+    if len(raw) > MOST_SESSION:
+        raise MMError("config", f"session {path}: larger than {MOST_SESSION >> 20} MiB")
     name, about, history, notes = session_id(path), {}, [], []
     rows = raw.split(b"\n")  # at LF only: U+2028 is text
     for number, row in enumerate(rows, 1):
@@ -3484,7 +3524,7 @@ def as_markdown(history, system):
 # ======================================================================================================================
 # 11. Display
 #
-# Two views of the same events; a view has begin(), for a new turn, show(event), note(text), flush() and close(). Person writes the answer to one stream and everything else to another; each of the two
+# Two views of the same events; a view has pens, begin(), for a new turn, show(event), note(text), flush() and close(). Person writes the answer to one stream and everything else to another; each of the two
 # knows whether it is a terminal. On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and
 # as single characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text as it is.
 # Styles are switched off again with every piece, so that whatever ends mm leaves the terminal as it was.
@@ -3543,6 +3583,11 @@ class Pen:
         self.write(text)
         self.flush()
 
+    def let_go_if_stuck(self):
+        """For a signal's handler: where nobody takes what is written, the write that waits and all later ones go nowhere."""
+        if self.busy and time.monotonic() - self.busy > 0.5:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
     def flush(self):
         text, self.pending = "".join(self.pending), []
         try:
@@ -3565,6 +3610,7 @@ class Person:
 
     def __init__(self, out, side, hide=False, quiet=False, stats=False):
         self.out, self.side, self.hide, self.quiet, self.stats = out, side, hide, quiet, stats
+        self.pens = [out, side]
         if out.terminal and side.terminal:
             side.column = out.column
         self.marks = ("💭 ", "🤖 ") if side.can_show("💭") else ("thinking: ", "answer: ")
@@ -3744,7 +3790,7 @@ class Ndjson:
     """Writes each event as one line of JSON."""
 
     def __init__(self, out, hide=False):
-        self.out, self.hide = out, hide
+        self.out, self.hide, self.pens = out, hide, [out]
         self.ascii = "utf" not in (out.stream.encoding or "").lower()
 
     def show(self, event):
@@ -3853,14 +3899,14 @@ def run_turn(conversation, turn, view):
     def on_interrupt(*_):
         nonlocal given_up
         try:
-            if view.out.busy and time.monotonic() - view.out.busy > 0.5:  # nobody reads: nothing but this ends the write
-                raise KeyboardInterrupt
+            for pen in view.pens:
+                pen.let_go_if_stuck()
             conversation.interrupt()
         except KeyboardInterrupt:
             if not given_up:  # once, as it ends the turn, and a hasty third Ctrl-C must not end more
                 given_up = True
                 raise
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    before = on_signal(signal.SIGINT, on_interrupt)
     try:
         for event in turn:
             code = exit_code(event, code)
@@ -3871,7 +3917,7 @@ def run_turn(conversation, turn, view):
         for event in ({"type": "error", "kind": "cancelled", "message": "stopped"}, conversation.done()):
             view.show(event)
     finally:
-        signal.signal(signal.SIGINT, before)
+        on_signal(signal.SIGINT, before)
     return code
 
 
@@ -3910,9 +3956,10 @@ class Repl:
         readline.set_history_length(1000)
         self.history_file = path
         try:
-            readline.read_history_file(path)
+            if os.path.isfile(path):  # a pipe would wait for its other end
+                readline.read_history_file(path)
         except (OSError, UnicodeError):
-            pass  # none yet, or not readable: it is a convenience
+            pass  # not readable: it is a convenience
         return readline
 
     def save_lines(self):
@@ -3925,7 +3972,11 @@ class Repl:
         except OSError:
             pass  # a read-only home is no fault of the conversation
 
-    def run(self):
+    def run(self, question=""):
+        on_signal(signal.SIGINT, self.on_interrupt)
+        if question:
+            self.ask(question)
+            self.ahead = False  # nobody was asked to type yet
         if self.terminal:
             backend = self.conversation.backend
             self.say(f"{backend.name} at {show_url(backend.url)}, {backend.model} · /help lists commands, Ctrl-D leaves")
@@ -4002,17 +4053,25 @@ class Repl:
         return readable(text)
 
     def read_typed(self, prompt):
-        """input(), the only place where Ctrl-C outside a turn has an effect, and one: a hasty second one, between two lines, would end mm."""
-        def on_interrupt(*_):
-            if self.reading:
-                self.reading = False
-                raise KeyboardInterrupt
+        """A line without its end. Raises EOFError at the end of the input, KeyboardInterrupt at Ctrl-C."""
         self.reading = True
-        signal.signal(signal.SIGINT, on_interrupt)
         try:
-            return input(prompt)
+            if self.terminal:
+                return input(prompt)
+            line = sys.stdin.readline(MOST_TEXT + 1)
+            if not line:
+                raise EOFError
+            if len(line) > MOST_TEXT:
+                raise MMError("config", f"standard input has a line of more than {MOST_TEXT >> 20} MiB")
+            return line.rstrip("\n")
         finally:
             self.reading = False
+
+    def on_interrupt(self, *_):
+        """Ctrl-C outside a turn: it takes away what is being typed, once; a hasty second one, between two lines, would end mm."""
+        if self.reading:
+            self.reading = False
+            raise KeyboardInterrupt
 
     @staticmethod
     def more_is_waiting(seconds):
@@ -4336,6 +4395,8 @@ def sampling_options(pairs):
             raise MMError("config", f"-o {one_line(pair, 60)}: wants KEY=VALUE")
         if key in ("model", "messages", "tools", "prompt"):
             raise MMError("config", f"-o {one_line(pair, 60)}: mm fills in {key} itself")
+        if key.count(".") > MAX_DEPTH:
+            raise MMError("config", f"-o {one_line(pair, 60)}: nested too deeply")
         field = json_or_text(value)
         for part in reversed(key.split(".")):
             field = {part: field}
@@ -4478,10 +4539,9 @@ def run(args, view):
         notices.append(NO_TOOLS)
     notices += [] if can_switch_thinking(conversation) else [NO_SWITCH]
     tell(view, notices)
-    code = run_turn(conversation, conversation.ask(question), view) if question else 0
     if wants_repl(args):
-        return Repl(conversation, view, session, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run()
-    return code
+        return Repl(conversation, view, session, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run(question)
+    return run_turn(conversation, conversation.ask(question), view)
 
 
 def replay_tags(settings):
@@ -4608,11 +4668,16 @@ def main(argv=None):
     gc.set_threshold(50_000, 20, 20)  # importing requests makes many objects, which all stay
     prepare_streams()
     view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
+
+    def end(number, frame):  # by an exception, so that what is open is closed, and a command ended
+        for pen in view.pens:
+            pen.let_go_if_stuck()
+        sys.exit(128 + number)
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for name in ("SIGTERM", "SIGHUP"):  # so that what is open is closed, and a command ended
+        on_signal(signal.SIGINT, signal.default_int_handler)
+        for name in ("SIGTERM", "SIGHUP"):
             if hasattr(signal, name):
-                signal.signal(getattr(signal, name), lambda number, frame: sys.exit(128 + number))
+                on_signal(getattr(signal, name), end)
         argv = sys.argv[1:] if argv is None else argv
         view = Ndjson(view.out) if "--json" in argv else view
         words = argv.index("--") if "--" in argv else len(argv)  # argparse loses it when options and words mix
@@ -4640,7 +4705,7 @@ def main(argv=None):
         Pen(sys.stderr, aside=True).say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")
         return 1
     finally:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on, nothing is left to be told
+        on_signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on, nothing is left to be told
         try:
             view.close()
         except OSError:
