@@ -2984,16 +2984,17 @@ class Conversation:
             yield {"type": "notice", "message": self.notices.pop(0)}
 
     def interrupt(self):
-        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn. Raises KeyboardInterrupt if neither."""
+        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False where nothing here would hear of it."""
         if self.call and self.can_end_thinking() and not self.ending:
             self.ending = "wanted"
             self.call.wake()
-        elif self.stopped or not (self.call or self.toolbox.busy):  # nothing here would hear of it
-            raise KeyboardInterrupt
-        else:
-            self.stopped = self.toolbox.stopped = True
-            if self.call:
-                self.call.stop()
+            return True
+        if self.stopped or not (self.call or self.toolbox.busy):
+            return False
+        if self.call:
+            self.call.stop()
+        self.stopped = self.toolbox.stopped = True
+        return True
 
     def can_end_thinking(self):
         """Whether the model thinks right now and can be told to come to its answer."""
@@ -3898,14 +3899,11 @@ def run_turn(conversation, turn, view):
 
     def on_interrupt(*_):
         nonlocal given_up
-        try:
-            for pen in view.pens:
-                pen.let_go_if_stuck()
-            conversation.interrupt()
-        except KeyboardInterrupt:
-            if not given_up:  # once, as it ends the turn, and a hasty third Ctrl-C must not end more
-                given_up = True
-                raise
+        for pen in view.pens:
+            pen.let_go_if_stuck()
+        if not conversation.interrupt() and not given_up:  # once, as it ends the turn, and a hasty third Ctrl-C must not end more
+            given_up = True
+            raise KeyboardInterrupt  # nothing here may catch it: a handler can itself be interrupted by the next one
     before = on_signal(signal.SIGINT, on_interrupt)
     try:
         for event in turn:
@@ -4064,6 +4062,8 @@ class Repl:
             if len(line) > MOST_TEXT:
                 raise MMError("config", f"standard input has a line of more than {MOST_TEXT >> 20} MiB")
             return line.rstrip("\n")
+        except SystemError:  # what readline makes of a dozen Ctrl-C at once (seen in CPython 3.11)
+            raise KeyboardInterrupt from None
         finally:
             self.reading = False
 
@@ -4669,24 +4669,32 @@ def main(argv=None):
     prepare_streams()
     view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
 
-    def end(number, frame):  # by an exception, so that what is open is closed, and a command ended
+    def end(number, frame):
+        """Ends mm by an exception, so that what is open is closed, and a command ended; once, as a second one could be told by nobody."""
+        nonlocal running
         for pen in view.pens:
             pen.let_go_if_stuck()
-        sys.exit(128 + number)
+        if not running:
+            os._exit(128 + number)
+        running = False
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    running = True
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            on_signal(getattr(signal, name), end)
     try:
-        on_signal(signal.SIGINT, signal.default_int_handler)
-        for name in ("SIGTERM", "SIGHUP"):
-            if hasattr(signal, name):
-                on_signal(getattr(signal, name), end)
         argv = sys.argv[1:] if argv is None else argv
         view = Ndjson(view.out) if "--json" in argv else view
         words = argv.index("--") if "--" in argv else len(argv)  # argparse loses it when options and words mix
         args = parser().parse_intermixed_args(argv[:words])
         args.question += argv[words + 1:]
         view = make_view(args)
-        code = run(args, view)
-        sys.stdout.flush()
-        return code
+        try:
+            code = run(args, view)
+            sys.stdout.flush()
+            return code
+        finally:
+            running = False
     except MMError as error:
         event = {"type": "error", "kind": error.kind, "message": error.message}
         view.show(event)
@@ -4705,7 +4713,6 @@ def main(argv=None):
         Pen(sys.stderr, aside=True).say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")
         return 1
     finally:
-        on_signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on, nothing is left to be told
         try:
             view.close()
         except OSError:

@@ -612,6 +612,18 @@ def test_a_refused_connection_says_how_the_server_is_started_and_what_localhost_
 # 3. Providers
 # ======================================================================================================================
 
+def test_an_address_of_a_family_that_this_machine_lacks_is_passed_over(serve, monkeypatch):
+    server = serve(stream(OK))
+    addresses = [(999, socket.SOCK_STREAM, 0, "", ("::1", server.port)), (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", server.port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: addresses)
+    assert text(ask(talk(server))) == "ok"
+
+
+def test_certificates_that_are_not_there_are_named_by_their_variable(run_mm):
+    result = run_mm("--url", "https://127.0.0.1:1/v1", "-m", "m", "--json", "hi", env={"REQUESTS_CA_BUNDLE": "/nowhere.pem"})
+    assert error(result.events)[0] == "config" and "REQUESTS_CA_BUNDLE" in error(result.events)[1] and len(result.events) <= 3
+
+
 @pytest.mark.parametrize("text, url", [
     ("http://10.0.0.5:8080", "http://10.0.0.5:8080/v1"), ("http://10.0.0.5:8080/", "http://10.0.0.5:8080/v1"),
     ("  http://box/v1/  ", "http://box/v1"), ("HTTP://box//v1//", "http://box/v1"), ("http://box/v1/chat/completions", "http://box/v1"),
@@ -1047,6 +1059,34 @@ def test_every_tool_call_gets_an_id_of_its_own(ids):
 def test_what_never_ends_is_given_up(monkeypatch, body):
     monkeypatch.setattr(mm, "MAX_LINE", 1000)
     assert read(*[body[place:place + 300] for place in range(0, len(body), 300)]).error[0] == "protocol"
+
+
+@pytest.mark.parametrize("body", [chunk("x" * 600) * 2, chunk(reasoning="x" * 600) * 2])
+def test_an_answer_that_never_ends_is_given_up(serve, monkeypatch, body):
+    monkeypatch.setattr(mm, "MAX_LINE", 1000)
+    assert error(ask(talk(serve(stream(body, STOP)), "llamacpp", reasoningEcho=True)))[0] == "protocol"
+
+
+def test_an_error_that_unpacks_to_gigabytes_is_an_error(serve, run_mm):
+    bomb = gzip.compress(gzip.compress(bytes(1 << 30), 9), 9)
+    server = serve(reply(500, bomb, Content_Encoding="gzip, gzip"))
+    result = run_mm(*at(server), "--json", "hi", prelude="ulimit -v 800000;")
+    assert error(result.events)[0] == "server" and result.code == 1
+
+
+def test_a_fragment_that_says_nothing_is_no_call(serve):
+    server = serve(stream(chunk("hi", tool_calls=[{}, {"index": 0, "function": {"arguments": ""}}]), STOP))
+    events = ask(talk(server))
+    assert text(events) == "hi" and "tool_result" not in kinds(events) and len(server.posts) == 1
+
+
+def test_arguments_are_not_parsed_for_every_fragment_that_repeats_the_name(monkeypatch):
+    parsed, parse = [], mm.parse_arguments
+    monkeypatch.setattr(mm, "parse_arguments", lambda raw: parsed.append(raw) or parse(raw))
+    calls = mm.Calls()
+    for part in ['{"a": "', *['}'] * 500, *["x"] * 500, '"}']:
+        calls.add({"index": 0, "id": "", "name": "f", "arguments": part})
+    assert [call["arguments"] for call in calls.finished()] == [{"a": "}" * 500 + "x" * 500}] and len(parsed) < 10
 
 
 @pytest.mark.parametrize("script", [stream, chunked])
@@ -1885,6 +1925,31 @@ def test_a_closed_pipe_ends_mm_quietly(serve, start_mm):
     server.gone()
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("body", [chunk("x" * 1000) * 300, chunk(reasoning="x" * 1000) * 300], ids=["stdout", "stderr"])
+def test_a_signal_ends_mm_though_nobody_reads_what_it_writes(serve, start_mm, number, code, body):
+    server = serve(stream(body, "hang"))
+    process = start_mm("--watchdog", "0", *at(server), "hi")
+    server.arrived()
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.7)  # a write counts as stuck after half a second
+        process.send_signal(number)
+    assert process.returncode == code
+
+
+def test_a_signal_that_was_ignored_before_stays_ignored(serve, start_mm):
+    ended = threading.Event()
+    server = serve(stream(chunk("one"), ended, OK))
+    process = start_mm(*at(server), "hi", prelude="trap '' INT HUP;")
+    assert os.read(process.stdout.fileno(), 3) == b"one"
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGHUP)
+    ended.set()
+    assert process.communicate(timeout=PATIENCE)[0] == b"ok\n" and process.returncode == 0
+
+
 @pytest.mark.parametrize("redirect", [">&-", ">&- 2>&-", "<&-"])
 def test_closed_streams_are_no_fault(serve, run_mm, redirect):
     result = run_mm(*at(serve(stream(OK))), "hi", redirect=redirect)
@@ -2119,6 +2184,22 @@ def test_show_hides_and_shows_the_thinking(repl):
         screen.send("hi\r")
         assert ("hm" in screen.expect("The answer.")) == seen
         screen.prompt()
+
+
+def test_ctrl_c_hit_in_haste_does_not_end_a_conversation_that_began_with_a_question(serve, terminal):
+    screen = terminal(*at(serve(stream(HALF, "hang"), stream(OK))), "-i", "one")
+    screen.expect("half")
+    for _ in range(3):
+        screen.process.send_signal(signal.SIGINT)
+        time.sleep(0.002)
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+
+
+def test_a_line_without_end_in_a_pipe_is_an_error(run_mm):
+    result = run_mm("--url", "http://127.0.0.1:1", "-m", "m", "-i", stdin=b"x" * (mm.MOST_TEXT + 1000))
+    assert result.code == 2 and "MiB" in result.err
 
 
 def test_the_repl_goes_on_after_an_error_and_starts_with_the_question_of_i(serve, terminal):
@@ -2831,7 +2912,10 @@ def test_ctrl_c_loses_nothing_while(serve, box, script, when, kept):
         os.mkfifo("f")
     conversation = agent(server, tools)
     if when == "asking":
-        tools.permit = lambda *what: conversation.interrupt() or "y"
+        def permit(*what):
+            if not conversation.interrupt():
+                raise KeyboardInterrupt  # as the handler does
+        tools.permit = permit
     if when in ("posted", "tool"):  # from another thread, as nothing comes here
         threading.Thread(target=lambda: (open("f").read() if when == "tool" else server.arrived()) and conversation.interrupt(), daemon=True).start()
     out, started = mm.Pen(io.StringIO()), time.monotonic()
@@ -3595,7 +3679,7 @@ def test_ctrl_c_hit_in_haste_never_ends_a_conversation(serve, terminal):
         screen.send("\x03")
     deadline = time.monotonic() + PATIENCE
     while len(server.posts) < 2:  # CPython's readline may take the last Ctrl-C with the next line
-        assert screen.process.poll() is None and time.monotonic() < deadline
+        assert screen.process.poll() is None and time.monotonic() < deadline, screen.shown
         screen.send("two\r")
         screen.take(0.5)
     screen.expect("ok")
