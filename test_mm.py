@@ -375,7 +375,7 @@ def fault(function, *args, **kwargs):
 
 
 # ======================================================================================================================
-# 1. Settings
+# Helpers: conversations, tools, files
 # ======================================================================================================================
 
 @pytest.fixture
@@ -386,6 +386,203 @@ def load(tmp_path):
         return mm.load_settings(options, str(tmp_path / "box.yaml"), environ)
     return load
 
+
+@pytest.fixture
+def web():
+    """The `responses` library: what is not registered refuses the connection."""
+    with responses.RequestsMock(assert_all_requests_are_fired=False) as web:
+        yield web
+
+
+def models(web, base, *names):
+    web.add("GET", base + "/models", json={"object": "list", "data": [{"id": name} for name in names] or None})
+
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+UNSTREAMED = {"object": "chat.completion", "choices": [{"message": {"content": "ok", "reasoning_content": "hm"}, "finish_reason": "stop"}]}
+CALLED = chunk(finish="tool_calls") + DONE
+
+
+def look(arguments, **fields):
+    return call(name="look", arguments=arguments, **fields)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content, *calls):
+    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def tool(its_id, content="done"):
+    return {"role": "tool", "tool_call_id": its_id, "content": content}
+
+
+def made(its_id, arguments={"q": "é"}):
+    return {"id": its_id, "name": "look", "arguments": arguments, "raw": ""}
+
+
+def sent(its_id, arguments='{"q": "é"}'):
+    return {"id": its_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def raw(server, provider="llamacpp", template="chatml", tags=False, **values):
+    conversation = talk(server, provider, **values)
+    conversation.backend.entry.update(protocol="completions", template=template, thinkTags=tags)
+    return mm.Conversation(conversation.backend, conversation.settings)
+
+
+THOUGHT = stream(chunk(reasoning="hm "), chunk(reasoning="so"), chunk("The "), chunk("answer.") + STOP + DONE)
+
+
+def plain(shown):
+    """Terminal output without styles and what readline sends."""
+    return re.sub(r"\x1b\[[\d;]*m|\x1b\[\?2004[hl]\r?", "", shown)
+
+
+def question(server, number=1):
+    return server.arrived(number).body["messages"][-1]["content"]
+
+
+def strict(request):
+    """The messages of a request, after everything that the strictest templates and servers insist on was checked.
+
+    Roles are counted as Mistral's template does: tool messages and assistant messages with calls take no part.
+    """
+    messages = request.body["messages"]
+    rest, waiting, turns = messages[messages[0]["role"] == "system":], [], []
+    for message in rest:
+        role, content, calls = message["role"], message["content"], message.get("tool_calls")
+        assert role in ("user", "assistant", "tool") and isinstance(content, str) and calls != []
+        content.encode()
+        if role == "tool":
+            assert message["tool_call_id"] in waiting, "a result without its call"
+            waiting.remove(message["tool_call_id"])
+            continue
+        assert not waiting, "a call without its result"
+        for made in calls or []:
+            assert made["id"] and made["type"] == "function" and made["function"]["name"]
+            assert isinstance(json.loads(made["function"]["arguments"]), dict)
+        waiting = [made["id"] for made in calls or []]
+        assert len(set(waiting)) == len(waiting)
+        if not calls:
+            assert content.strip(), "an empty message"
+            turns.append(role)
+    assert not waiting and rest[-1]["role"] != "assistant"
+    assert turns == ["user", "assistant"] * (len(turns) // 2) + ["user"] * (len(turns) % 2), turns
+    return messages
+
+
+def calls(name, its_id="a", finish="tool_calls", index=0, **arguments):
+    """The script of a stream that ends in one call."""
+    return stream(call(index=index, id=its_id, name=name, arguments=json.dumps(arguments)) + chunk(finish=finish) + DONE)
+
+
+def counted(prompt, produced=1, answer="ok"):
+    """The script of an answer whose tokens the server counts."""
+    usage = {"prompt_tokens": prompt, "completion_tokens": produced}
+    return stream(chunk(answer) + STOP + sse({"choices": [], "usage": usage}) + DONE)
+
+
+class Told(Server):
+    """A server that also tells of itself: pages are {path: JSON, or a list of them for one look after another}."""
+
+    def __init__(self, *scripts, pages={}):
+        self.pages = {path: list(page) if isinstance(page, tuple) else [page] for path, page in pages.items()}
+        super().__init__(*scripts)
+
+    def take(self, sock):
+        script, path = super().take(sock), self.gets[-1].path if self.gets else ""
+        if path in self.pages and (not self.posts or script not in self.scripts):
+            pages = self.pages[path]
+            return reply(200, pages.pop(0) if len(pages) > 1 else pages[0])
+        return script
+
+
+@pytest.fixture
+def tell():
+    servers = []
+    yield lambda *scripts, **pages: servers.append(Told(*scripts, **pages)) or servers[-1]
+    for server in servers:
+        server.close()
+
+
+def agent(server, box=None, provider="", record=None, **values):
+    values.setdefault("think", None)
+    return mm.Conversation(backend_of(provider, server.url), settings_of(**values), box, record)
+
+
+@pytest.fixture
+def box(tmp_path, monkeypatch):
+    """Makes a Toolbox in the directory `in`; answer: what its person says, None where there is none; box.asked: what for."""
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+
+    def make(answer=None, commands=None, **how):
+        asked = []
+        made = mm.Toolbox([*mm.BUILT_IN, *(commands or {})], commands,
+                          permit=(lambda *what: asked.append(what) or answer) if answer else None, **how)
+        made.asked = asked
+        return made
+    return make
+
+
+def result_of(work):
+    """What a generator returns, in the end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            return ended.value
+
+
+def use(box, name, raw="", **arguments):
+    """(ok, output) of one call; a call that hangs fails."""
+    done = []
+    thread = threading.Thread(target=lambda: done.append(
+        (box.shown({"id": "a", "name": name, "arguments": arguments, "raw": raw}), result_of(box.run({"id": "a", "name": name, "arguments": arguments, "raw": raw})))), daemon=True)
+    thread.start()
+    thread.join(PATIENCE / 2)
+    assert done, f"{name} {arguments} hangs, or raised"
+    return done[0][1]
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file can grow past `size` bytes: a write of more is cut there, the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+LIST = dict(index=0, id="a", name="list_files", arguments="{}")
+
+
+def thinking(*then):
+    said = [{"role": "assistant", "content": None}, {"reasoning_content": "hm"}]
+    return stream(*[sse({"id": "chatcmpl-7", "model": "m", "choices": [{"index": 0, "delta": delta}]}) for delta in said], *then)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / ".local/state/mm/sessions"
+
+
+def said(result):
+    return result.out + result.err
+
+
+def everything(messages):
+    return json.dumps(messages)
+
+
+# ======================================================================================================================
+# 1. Settings
+# ======================================================================================================================
 
 @pytest.mark.parametrize("content, key, value", [
     ("model: no", "model", "no"), ("model: 4.0", "model", "4.0"), ("model: 22:22", "model", "22:22"),
@@ -655,17 +852,6 @@ def test_model_names_are_compared_as_the_servers_do(a, b, same):
     assert mm.same_model(a, b) is same
 
 
-@pytest.fixture
-def web():
-    """The `responses` library: what is not registered refuses the connection."""
-    with responses.RequestsMock(assert_all_requests_are_fired=False) as web:
-        yield web
-
-
-def models(web, base, *names):
-    web.add("GET", base + "/models", json={"object": "list", "data": [{"id": name} for name in names] or None})
-
-
 def resolved(environ={}, **values):
     """(provider, URL, model, notices) of these settings."""
     backend, notices = mm.resolve(settings_of(**values), environ)
@@ -849,18 +1035,6 @@ def test_localhost_is_reached_on_either_of_its_addresses(serve, monkeypatch, hos
 # 4. The wire
 # ======================================================================================================================
 
-def read(*pieces):
-    """What mm makes of a body that comes in these pieces."""
-    reply, events, raised = mm.Reply(), [], None
-    try:
-        events += mm.read_reply(mm.deltas(iter(pieces), backend_of(key="sk-k1"), "http://box/v1/chat/completions"), reply)
-    except mm.MMError as error:
-        raised = (error.kind, error.message)
-    calls = [(call["name"], call["arguments"]) for call in reply.calls.finished()]
-    return SimpleNamespace(thinking=text(events, "reasoning"), answer=reply.answer.getvalue(), calls=calls, usage=reply.usage,
-                           finish=reply.finish, error=raised, progress=[e for e in events if e["type"] == "progress"])
-
-
 def bytewise(body):
     return [body[place:place + 1] for place in range(len(body))]
 
@@ -878,8 +1052,16 @@ def test_a_cr_at_the_end_of_a_packet_ends_its_line_at_once():
     assert next(mm.lines(iter([b"a\r", None]))) == b"a"  # asking for the second piece would fail
 
 
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-UNSTREAMED = {"object": "chat.completion", "choices": [{"message": {"content": "ok", "reasoning_content": "hm"}, "finish_reason": "stop"}]}
+def read(*pieces):
+    """What mm makes of a body that comes in these pieces."""
+    reply, events, raised = mm.Reply(), [], None
+    try:
+        events += mm.read_reply(mm.deltas(iter(pieces), backend_of(key="sk-k1"), "http://box/v1/chat/completions"), reply)
+    except mm.MMError as error:
+        raised = (error.kind, error.message)
+    calls = [(call["name"], call["arguments"]) for call in reply.calls.finished()]
+    return SimpleNamespace(thinking=text(events, "reasoning"), answer=reply.answer.getvalue(), calls=calls, usage=reply.usage,
+                           finish=reply.finish, error=raised, progress=[e for e in events if e["type"] == "progress"])
 
 
 @pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in {
@@ -1010,11 +1192,6 @@ def test_prompt_progress_counts_what_is_not_in_the_cache():
 
 
 RED, BLUE = ("look", {"q": "red"}), ("look", {"q": "blue"})
-CALLED = chunk(finish="tool_calls") + DONE
-
-
-def look(arguments, **fields):
-    return call(name="look", arguments=arguments, **fields)
 
 
 @pytest.mark.parametrize("body, calls", [pytest.param(body, calls, id=name) for name, body, calls in [
@@ -1132,83 +1309,6 @@ def test_a_tap_that_cannot_be_written_is_told_once_and_the_stream_goes_on(serve,
     assert (result.code, result.out, result.err.count("--tap")) == (0, "ok\n", 1)
 
 
-def parted(state, *pieces, whole=True):
-    """(thinking, answer) that ThinkTags make of the pieces."""
-    incoming = [("answer", piece) for piece in pieces] + [("finish", "stop")] * whole
-    told = collections.defaultdict(str)
-    for kind, value in mm.split_thinking(iter(incoming), mm.ThinkTags(state)):
-        told[kind] += value
-    return told["reasoning"], told["answer"]
-
-
-@pytest.mark.parametrize("state, body, thinking, answer", [
-    ("unsure", "<think>I add.</think>4", "I add.", "4"), ("unsure", "\n<think>\nI add.\n</think>\n\n4", "I add.", "4"),
-    ("unsure", "I add.\n</think>\n\n4", "I add.", "4"),  # the block was opened in the prompt
-    ("unsure", "just 4", "", "just 4"), ("unsure", "  4 < 5 </th", "", "  4 < 5 </th"), ("unsure", "<thin", "", "<thin"), ("unsure", "", "", ""),
-    ("unsure", "Write `<think>` to open and `</think>` to close.", "", "Write `<think>` to open and `</think>` to close."),
-    ("unsure", "So:\n```\n</think>\n```\n", "", "So:\n```\n</think>\n```\n"), ("unsure", "<b>x</b>", "", "<b>x</b>"),
-    ("unsure", "<think>a</think>b <think>c</think> </think>", "a", "b <think>c</think> </think>"),  # one block, and it leads
-    ("thinking", "I add.\n</think>\n\n4", "I add.", "4"), ("thinking", "<think>I add.</think>4", "I add.", "4"),
-    ("thinking", "I ad", "I ad", ""), ("thinking", "</think>4", "", "4"),
-    ("thinking", "a `</think>` b\n```\n</think>\n``` c\n</think>4", "a `</think>` b\n```\n</think>\n``` c", "4"),
-    ("unsure", "Try\n```print(1)```\nok\n</think>\n\n4", "Try\n```print(1)```\nok", "4"),
-    ("unsure", "so\n- ```py\n  x\n  ```\nok</think>4", "so\n- ```py\n  x\n  ```\nok", "4"),
-    ("unsure", "so\n```\nx\n```</think>4", "so\n```\nx\n```", "4"), ("unsure", "so\n```\nx</think>4", "so\n```\nx", "4"),
-    ("thinking", "an odd ` here</think>4 `</think>`", "an odd ` here", "4 `</think>`"),
-    ("thinking", "a\n```py\nb\n</think>4", "a\n```py\nb\n</think>4", "4"),  # a quote that never ends takes no answer away
-    ("leading", "<think>\n\n</think>\n\n4", "", "4"), ("leading", "</think>4", "", "4"),
-    ("leading", "a </think> b", "", "a </think> b"), ("answer", "<think>a</think>b", "", "<think>a</think>b"),
-])
-def test_thinking_in_tags_is_parted_from_the_answer_wherever_a_delta_ends(state, body, thinking, answer):
-    assert parted(state, body) == parted(state, *body) == (thinking, answer)
-    for cut in range(len(body)):
-        assert parted(state, body[:cut], body[cut:]) == (thinking, answer)
-
-
-def test_text_that_may_be_thinking_is_held_and_no_answer_when_its_stream_breaks(serve):
-    conversation = talk(serve(stream(chunk("I add")), stream(chunk("I add") + chunk("</think>4") + STOP)))
-    conversation.backend.entry["thinkTags"] = True
-    events = [event for event in conversation.ask("hi") if event["type"] != "waiting" or "held" in event]
-    assert [(event["type"], event.get("text") or event.get("held")) for event in events[:-1]] == [
-        ("waiting", "I add"), ("reasoning", "I add"), ("retry", None), ("waiting", "I add"), ("reasoning", "I add"), ("answer", "4")]
-
-
-def test_held_text_is_shown_as_thinking_when_the_stream_falls_silent(serve):
-    conversation = talk(serve(stream(chunk("I add"), "hang")), watchdogTimeout=0.2)
-    conversation.backend.entry["thinkTags"] = True
-    events = ask(conversation)
-    assert text(events, "reasoning") == "I add" and error(events)[0] == "stalled"
-
-
-def test_an_unstreamed_answer_without_tags_is_whole(serve):
-    conversation = talk(serve(reply(200, {"choices": [{"message": {"role": "assistant", "content": "ok"}}]})))
-    conversation.backend.entry["thinkTags"] = True
-    assert text(ask(conversation)) == "ok"
-
-
-def test_held_text_is_a_sign_of_life(serve):
-    body = [step for _ in range(8) for step in (chunk("so "), 0.1)]
-    conversation = talk(serve(stream(*body, STOP)), watchdogTimeout=0.4)
-    conversation.backend.entry["thinkTags"] = True
-    assert text(ask(conversation)) == "so " * 8
-
-
-@pytest.mark.parametrize("think, answer", [(None, "4"), (True, "4"), (False, "hm</think>4")])
-def test_think_tags_are_looked_for_where_the_config_says_so(serve, think, answer):
-    conversation = talk(serve(stream(chunk("hm</th") + chunk("ink>4") + STOP)), think=think)
-    assert text(ask(conversation)) == "hm</think>4"
-    conversation.backend.entry["thinkTags"] = True
-    events = ask(conversation)
-    assert text(events) == answer and text(events, "reasoning") == ("hm" if answer == "4" else "")
-
-
-def test_a_closing_tag_that_the_server_left_behind_is_dropped(serve):
-    conversation = talk(serve(stream(chunk(reasoning="hm") + chunk("</think>\n4 </think>") + STOP)))
-    conversation.backend.entry["thinkTags"] = True
-    events = ask(conversation)
-    assert (text(events, "reasoning"), text(events)) == ("hm", "4 </think>")
-
-
 # ======================================================================================================================
 # 5. The watchdog
 # ======================================================================================================================
@@ -1320,26 +1420,6 @@ def test_a_slow_reader_holds_the_server_back(serve, monkeypatch):
 # 6. Requests
 # ======================================================================================================================
 
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def assistant(content, *calls):
-    return {"role": "assistant", "content": content, **({"tool_calls": list(calls)} if calls else {})}
-
-
-def tool(its_id, content="done"):
-    return {"role": "tool", "tool_call_id": its_id, "content": content}
-
-
-def made(its_id, arguments={"q": "é"}):
-    return {"id": its_id, "name": "look", "arguments": arguments, "raw": ""}
-
-
-def sent(its_id, arguments='{"q": "é"}'):
-    return {"id": its_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
-
-
 @pytest.mark.parametrize("history, messages", [pytest.param(history, messages, id=name) for name, history, messages in [
     ("a chat", [user("a"), assistant("b"), user("c")], [user("a"), assistant("b"), user("c")]),
     ("questions without answers are joined", [user("a"), user("b"), assistant("c")], [user("a\n\nb"), assistant("c")]),
@@ -1371,9 +1451,231 @@ def test_no_lone_surrogate_goes_out_and_other_text_goes_out_as_it_is():
     assert raw.decode() == '{"a\ufffd":["é😀",{"b":"\ufffd"}],"n":1.5}'
 
 
+LOOKED = chunk(reasoning="I look") + call(index=0, id="a", name="list_files", arguments="{}") + chunk(finish="tool_calls") + DONE
+THEN = chunk(reasoning="I see") + OK
+
+
+def thinker(server, box, provider="llamacpp", **values):
+    return agent(server, box, provider, reasoningEcho=True, compactAt=0, **values)
+
+
+@pytest.mark.parametrize("provider, field", [("llamacpp", "reasoning_content"), ("dmr", "reasoning_content"), ("lmstudio", "reasoning_content"),
+                                             ("ollama", "reasoning"), ("vllm", "reasoning"), ("openrouter", None), ("", None)])
+def test_thinking_goes_back_to_a_local_server_in_the_field_that_it_reads(serve, box, provider, field):
+    server = serve(stream(LOOKED), stream(THEN), stream(OK))
+    conversation = thinker(server, box("y"), provider)
+    ask(conversation)
+    ask(conversation, "and?")
+    fields = [sorted(set(message) & {"reasoning_content", "reasoning", "thought"}) for message in server.arrived(3).body["messages"]]
+    assert fields == [[], [field] if field else [], [], [field] if field else [], []]
+    assert [message[field] for message in server.posts[2].body["messages"] if field in message] == (["I look", "I see"] if field else [])
+
+
+def test_without_the_setting_no_byte_of_a_request_is_another(serve, box):
+    bodies = []
+    for thought in (chunk(reasoning="I look"), b""):
+        server = serve(stream(thought + LOOKED.replace(chunk(reasoning="I look"), b"")), stream(OK))
+        ask(agent(server, mm.Toolbox(["list_files"]), "llamacpp"))
+        bodies.append(json.dumps(server.arrived(2).body))
+        assert not [get for get in server.gets if "template" in get.path]
+    assert bodies[0] == bodies[1] and "reasoning_content" not in bodies[0]
+
+
+def qwen(messages):
+    """A prompt as Qwen3's template makes it: of thinking, only what follows the last question."""
+    last = max(place for place, message in enumerate(messages) if message["role"] == "user")
+    return "".join(message["content"] + message.get("reasoning_content", "") * (place > last) for place, message in enumerate(messages))
+
+
+def nothing(messages):
+    return "".join(message["content"] for message in messages)
+
+
+def echoed(post, field="reasoning_content"):
+    return [message.get(field) for message in post.body["messages"] if message["role"] == "assistant"]
+
+
+@pytest.mark.parametrize("render, sent", [(everything, [["I look"], ["I look", "I see"]]), (qwen, [["I look"], [None, None]]),
+                                          (nothing, [[None], [None, None]]), (None, [["I look"], ["I look", "I see"]])])
+def test_the_template_decides_which_thinking_is_sent_and_counted(serve, box, render, sent):
+    def played(thought, more):
+        return stream(thought.replace(DONE, b"") + usage(prompt_tokens=100, completion_tokens=50, completion_tokens_details={"reasoning_tokens": 40}) + more)
+    server = serve(played(LOOKED, DONE), played(THEN, DONE), stream(OK))
+    server.render = render
+    conversation = thinker(server, box("y"))
+    turn = conversation.ask("hi")
+    for event in turn:
+        if event["type"] == "tool_result":
+            size = conversation.size()  # 100 of the prompt, 10 of the call, some of the result; 40 of the thinking
+    assert (150 <= size < 190) == (sent[0] != [None]) and 110 <= size < 190
+    ask(conversation, "and?")
+    assert [echoed(server.arrived(number)) for number in (2, 3)] == sent
+    assert len([get for get in server.gets if get.path == "/apply-template"]) == 1
+
+
+def test_where_a_server_cannot_render_its_props_tell_what_it_keeps(tell):
+    for kept, told in ((True, "all"), (False, ""), (None, "")):
+        server = tell(pages={}) if kept is None else tell(stream(OK), pages={"/props?model=m&autoload=false": {
+            "chat_template_caps": {"supports_preserve_reasoning": kept}}})
+        assert mm.thoughts_rendered(backend_of("llamacpp", server.url), []) == told
+    assert mm.thoughts_rendered(backend_of("ollama"), []) == ""
+
+
+def test_thinking_goes_to_the_model_that_made_it_alone(serve, box):
+    other = OK.replace(b'"m"', b'"n"')
+    server = serve(stream(THEN), stream(OK), stream(other), stream(other), stream(OK))
+    conversation = thinker(server, box())
+    ask(conversation)
+    conversation.backend.model = "other"
+    ask(conversation)
+    assert echoed(server.arrived(2)) == [None]
+    conversation.backend.model = "m"
+    ask(conversation)
+    assert echoed(server.arrived(3)) == ["I see", None]
+    ask(conversation)  # behind that name is another model now
+    assert echoed(server.arrived(4)) == [None, None, None]
+
+
+def test_what_mm_itself_parted_from_the_answer_does_not_go_back(serve, box):
+    server = serve(stream(chunk("<think>hm</think>ok") + STOP), stream(OK))
+    conversation = thinker(server, box())
+    conversation.backend.entry["thinkTags"] = True
+    conversation = mm.Conversation(conversation.backend, conversation.settings)
+    assert text(ask(conversation), "reasoning") == "hm"
+    ask(conversation)
+    assert echoed(server.arrived(2)) == [None]
+
+
+def test_no_message_goes_back_with_thinking_alone(serve, box):
+    server = serve(stream(chunk(reasoning="hm") + STOP), stream(OK))
+    conversation = thinker(server, box())
+    ask(conversation)
+    ask(conversation, "again")
+    assert [message["role"] for message in server.arrived(2).body["messages"]] == ["user"]
+
+
+REFUSED = "Cannot pass both content and thinking in an assistant message with tool calls!"
+
+
+@pytest.mark.parametrize("status, words, again", [(500, REFUSED, True), (400, "template error: reasoning_content", True),
+                                                  (500, "Failed to parse input at pos 3: thinking", False), (500, "out of memory", False)])
+def test_a_template_that_refuses_thinking_gets_none_from_then_on(serve, box, status, words, again):
+    refusal = reply(status, {"error": {"message": words}})
+    server = serve(stream(LOOKED), refusal, stream(THEN), stream(OK))
+    conversation = thinker(server, box("y"))
+    events = ask(conversation)
+    if not again:
+        assert kinds(events)[-2:] == ["error", "done"] and len(server.posts) == 2
+        return
+    assert text(events) == "ok" and kinds(events).count("notice") == 1
+    assert "notice" not in kinds(ask(conversation, "and?"))
+    assert [echoed(server.arrived(number)) for number in (2, 3, 4)] == [["I look"], [None], [None, None]]
+
+
+def test_an_overflow_first_takes_the_thinking_out_then_sums_up_then_says_the_two_numbers(serve, box):
+    full = reply(400, {"error": {"message": "too long", "type": "exceed_context_size_error", "n_prompt_tokens": 1823, "n_ctx": 1024}})
+    summary = stream(chunk("all was well") + STOP)
+    server = serve(stream(THEN), full, full, summary, full)
+    conversation = thinker(server, box())
+    conversation.settings.values["compactAt"] = 0.8
+    ask(conversation)
+    events = ask(conversation, "and?")
+    assert [echoed(post) for post in server.posts] == [[], ["I see"], [None], [], []]
+    assert "all was well" in json.dumps(server.posts[4].body) and "I see" not in json.dumps(server.posts[3].body)
+    assert error(events)[0] == "overflow" and "1,823" in error(events)[1] and "1,024" in error(events)[1] and len(server.posts) == 5
+
+
+def test_a_saved_session_does_not_hold_the_thinking(serve, run_mm, tmp_path):
+    server = serve(stream(THEN), stream(OK), stream(OK))
+    (tmp_path / "c.yaml").write_text("reasoningEcho: true")
+    result = run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-i", stdin="hi\nand?\n")
+    assert result.code == 0 and echoed(server.arrived(2)) == ["I see"]
+    saved = b"".join(path.read_bytes() for path in (tmp_path / ".local/state/mm/sessions").iterdir())
+    assert b"and?" in saved and b"I see" not in saved and b"thought" not in saved
+    run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-c", "more")
+    assert echoed(server.arrived(3)) == [None, None]
+
+
 # ======================================================================================================================
 # 7. Protocols
 # ======================================================================================================================
+
+def parted(state, *pieces, whole=True):
+    """(thinking, answer) that ThinkTags make of the pieces."""
+    incoming = [("answer", piece) for piece in pieces] + [("finish", "stop")] * whole
+    told = collections.defaultdict(str)
+    for kind, value in mm.split_thinking(iter(incoming), mm.ThinkTags(state)):
+        told[kind] += value
+    return told["reasoning"], told["answer"]
+
+
+@pytest.mark.parametrize("state, body, thinking, answer", [
+    ("unsure", "<think>I add.</think>4", "I add.", "4"), ("unsure", "\n<think>\nI add.\n</think>\n\n4", "I add.", "4"),
+    ("unsure", "I add.\n</think>\n\n4", "I add.", "4"),  # the block was opened in the prompt
+    ("unsure", "just 4", "", "just 4"), ("unsure", "  4 < 5 </th", "", "  4 < 5 </th"), ("unsure", "<thin", "", "<thin"), ("unsure", "", "", ""),
+    ("unsure", "Write `<think>` to open and `</think>` to close.", "", "Write `<think>` to open and `</think>` to close."),
+    ("unsure", "So:\n```\n</think>\n```\n", "", "So:\n```\n</think>\n```\n"), ("unsure", "<b>x</b>", "", "<b>x</b>"),
+    ("unsure", "<think>a</think>b <think>c</think> </think>", "a", "b <think>c</think> </think>"),  # one block, and it leads
+    ("thinking", "I add.\n</think>\n\n4", "I add.", "4"), ("thinking", "<think>I add.</think>4", "I add.", "4"),
+    ("thinking", "I ad", "I ad", ""), ("thinking", "</think>4", "", "4"),
+    ("thinking", "a `</think>` b\n```\n</think>\n``` c\n</think>4", "a `</think>` b\n```\n</think>\n``` c", "4"),
+    ("unsure", "Try\n```print(1)```\nok\n</think>\n\n4", "Try\n```print(1)```\nok", "4"),
+    ("unsure", "so\n- ```py\n  x\n  ```\nok</think>4", "so\n- ```py\n  x\n  ```\nok", "4"),
+    ("unsure", "so\n```\nx\n```</think>4", "so\n```\nx\n```", "4"), ("unsure", "so\n```\nx</think>4", "so\n```\nx", "4"),
+    ("thinking", "an odd ` here</think>4 `</think>`", "an odd ` here", "4 `</think>`"),
+    ("thinking", "a\n```py\nb\n</think>4", "a\n```py\nb\n</think>4", "4"),  # a quote that never ends takes no answer away
+    ("leading", "<think>\n\n</think>\n\n4", "", "4"), ("leading", "</think>4", "", "4"),
+    ("leading", "a </think> b", "", "a </think> b"), ("answer", "<think>a</think>b", "", "<think>a</think>b"),
+])
+def test_thinking_in_tags_is_parted_from_the_answer_wherever_a_delta_ends(state, body, thinking, answer):
+    assert parted(state, body) == parted(state, *body) == (thinking, answer)
+    for cut in range(len(body)):
+        assert parted(state, body[:cut], body[cut:]) == (thinking, answer)
+
+
+def test_text_that_may_be_thinking_is_held_and_no_answer_when_its_stream_breaks(serve):
+    conversation = talk(serve(stream(chunk("I add")), stream(chunk("I add") + chunk("</think>4") + STOP)))
+    conversation.backend.entry["thinkTags"] = True
+    events = [event for event in conversation.ask("hi") if event["type"] != "waiting" or "held" in event]
+    assert [(event["type"], event.get("text") or event.get("held")) for event in events[:-1]] == [
+        ("waiting", "I add"), ("reasoning", "I add"), ("retry", None), ("waiting", "I add"), ("reasoning", "I add"), ("answer", "4")]
+
+
+def test_held_text_is_shown_as_thinking_when_the_stream_falls_silent(serve):
+    conversation = talk(serve(stream(chunk("I add"), "hang")), watchdogTimeout=0.2)
+    conversation.backend.entry["thinkTags"] = True
+    events = ask(conversation)
+    assert text(events, "reasoning") == "I add" and error(events)[0] == "stalled"
+
+
+def test_an_unstreamed_answer_without_tags_is_whole(serve):
+    conversation = talk(serve(reply(200, {"choices": [{"message": {"role": "assistant", "content": "ok"}}]})))
+    conversation.backend.entry["thinkTags"] = True
+    assert text(ask(conversation)) == "ok"
+
+
+def test_held_text_is_a_sign_of_life(serve):
+    body = [step for _ in range(8) for step in (chunk("so "), 0.1)]
+    conversation = talk(serve(stream(*body, STOP)), watchdogTimeout=0.4)
+    conversation.backend.entry["thinkTags"] = True
+    assert text(ask(conversation)) == "so " * 8
+
+
+@pytest.mark.parametrize("think, answer", [(None, "4"), (True, "4"), (False, "hm</think>4")])
+def test_think_tags_are_looked_for_where_the_config_says_so(serve, think, answer):
+    conversation = talk(serve(stream(chunk("hm</th") + chunk("ink>4") + STOP)), think=think)
+    assert text(ask(conversation)) == "hm</think>4"
+    conversation.backend.entry["thinkTags"] = True
+    events = ask(conversation)
+    assert text(events) == answer and text(events, "reasoning") == ("hm" if answer == "4" else "")
+
+
+def test_a_closing_tag_that_the_server_left_behind_is_dropped(serve):
+    conversation = talk(serve(stream(chunk(reasoning="hm") + chunk("</think>\n4 </think>") + STOP)))
+    conversation.backend.entry["thinkTags"] = True
+    events = ask(conversation)
+    assert (text(events, "reasoning"), text(events)) == ("hm", "4 </think>")
+
 
 @pytest.mark.parametrize("provider, think, fields", [
     ("", None, {}), ("", False, {}), ("llamacpp", None, {"stream_options": {"include_usage": True}, "return_progress": True}),
@@ -1441,12 +1743,6 @@ def test_a_redirect_in_a_circle_ends(serve):
 ])
 def test_retry_after_is_seconds_or_a_date(value, seconds):
     assert mm.retry_after({"Retry-After": value}) == seconds
-
-
-def raw(server, provider="llamacpp", template="chatml", tags=False, **values):
-    conversation = talk(server, provider, **values)
-    conversation.backend.entry.update(protocol="completions", template=template, thinkTags=tags)
-    return mm.Conversation(conversation.backend, conversation.settings)
 
 
 def raw_chunk(text, finish=None):
@@ -1590,912 +1886,6 @@ def test_a_raw_provider_of_the_config_says_what_it_does_not_do(serve, run_mm, tm
     assert server.arrived().path == "/v1/completions"
     (tmp_path / "c.yaml").write_text(f"providers: {{box: {{url: '{server.url}', protocol: completions, template: gemma, model: m}}}}")
     assert run_mm("--config", "c.yaml", "-p", "box", "--no-think", "hi").err == ""
-
-
-# ======================================================================================================================
-# 8. Tools, 9. The conversation
-# ======================================================================================================================
-
-def test_a_turn_ends_with_done_and_its_fields_are_in_order(serve):
-    end = sse({"choices": [], "usage": USAGE, "timings": {"prompt_n": 3}})
-    events = ask(talk(serve(stream(chunk(reasoning="hm") + chunk("o") + chunk("k") + STOP + end))))
-    assert kinds(events) == ["reasoning", "answer", "answer", "done"]
-    done = events[-1]
-    assert list(done) == ["type", *mm.EVENTS["done"]]
-    expected = {"finish_reason": "stop", "provider": "server", "model": "m", "usage": USAGE, "timings": {"prompt_n": 3}}
-    assert expected.items() <= done.items()
-    assert list(done["seconds"]) == ["first_token", "thinking", "answer", "total"]
-
-
-def test_questions_and_answers_go_back_without_the_thinking(serve):
-    server = serve(stream(chunk(reasoning="hm") + OK))
-    conversation = talk(server, system="be kind")
-    ask(conversation, "one")
-    ask(conversation, "two")
-    assert server.arrived(2).body["messages"] == [
-        {"role": "system", "content": "be kind"}, user("one"), assistant("ok"), user("two")]
-
-
-def test_a_tool_call_is_told_and_refused_and_the_model_goes_on(serve):
-    server = serve(stream(chunk("Let me look. ") + look(index=0, id="a", arguments='{"q":"red"}') + STOP), stream(OK))
-    events = ask(talk(server))
-    assert kinds(events) == ["answer", "tool_call", "tool_result", "answer", "done"]
-    assert events[1] == {"type": "tool_call", "id": "a", "name": "look", "arguments": {"q": "red"}}
-    assert not events[2]["ok"] and "look" in events[2]["output"]
-    messages = server.arrived(2).body["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
-    assert messages[1]["content"] == "Let me look. " and messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"] == "a"
-
-
-@pytest.mark.parametrize("broken", ['{"q": "re', "[1, 2]", '{"q": "a"} {"q"'])
-def test_a_call_with_broken_arguments_does_not_poison_the_history(serve, broken):
-    server = serve(stream(look(index=0, id="a", arguments=broken) + CALLED), stream(OK))
-    conversation = talk(server)
-    events = ask(conversation) + ask(conversation, "again")
-    assert kinds(events) == ["tool_result", "answer", "done", "answer", "done"] and not events[0]["ok"]
-    for post in server.posts[1:]:
-        assert post.body["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{}"
-        assert post.body["messages"][2]["role"] == "tool" and post.body["messages"][2]["content"]
-
-
-def test_a_call_that_the_token_limit_cut_is_not_run(serve):
-    server = serve(stream(look(index=0, id="a", arguments="{}") + CUT))
-    events = ask(talk(server))
-    assert kinds(events) == ["notice", "done"] and "max_tokens" in events[0]["message"] and len(server.posts) == 1
-
-
-def test_a_turn_of_calls_alone_stops_at_its_limit(serve):
-    server = serve(stream(look(index=0, id="a", arguments="{}") + CALLED))
-    events = ask(talk(server, maxSteps=3))
-    assert error(events)[0] == "steps" and "--max-steps" in error(events)[1] and len(server.posts) == 3
-
-
-CUTS = {
-    "a tidy close": stream(HALF), "a reset": stream(HALF, 0.1, "reset"), "a chunk missing": chunked(HALF)[:-1],
-    "a length not reached": [HEAD + b"Content-Length: 999\r\n\r\n" + HALF], "an error event": stream(HALF + sse({"error": "slot lost"})),
-    "a chunk of no size": [HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + HALF],
-    "headers alone": [HEAD + b"Transfer-Encoding: chunked\r\n\r\n"], "no bytes": [b""], "another protocol": [b"SSH-2.0-X\r\n"],
-    "an empty body": reply(200),
-}
-
-
-@pytest.mark.parametrize("script", CUTS.values(), ids=CUTS)
-def test_a_stream_that_breaks_is_asked_for_once_more(serve, script):
-    server = serve(script, stream(chunk("The whole.") + STOP))
-    conversation = talk(server)
-    events = ask(conversation)
-    assert kinds(events)[-3:] == ["retry", "answer", "done"] and error(events) is None
-    assert conversation.history == [user("hi"), assistant("The whole.")]
-    assert len(server.posts) == 2 and server.posts[0].body == server.posts[1].body
-
-
-@pytest.mark.parametrize("script", CUTS.values(), ids=CUTS)
-def test_a_stream_that_breaks_twice_ends_the_turn_and_keeps_the_text(serve, script):
-    server = serve(script, script, stream(OK))
-    conversation = talk(server)
-    events = ask(conversation)
-    assert error(events)[0] in ("interrupted", "protocol", "server") and "start" not in error(events)[1]
-    assert len(server.posts) == 2 and kinds(events)[-1] == "done"
-    ask(conversation, "go on")
-    roles = server.roles(3)
-    assert roles == (["user", "assistant", "user"] if "half" in text(events) else ["user"])
-
-
-@pytest.mark.parametrize("first, restartable, retries, asked", [
-    (stream(HALF), True, 1, 2), (stream(HALF), True, 0, 1), (stream(HALF), True, 3, 4),
-    (stream(HALF), False, 1, 1), (stream(chunk(reasoning="half")), False, 1, 2),
-    (stream(chunk("whole") + STOP + sse({"error": "late"})), True, 1, 1),
-])
-def test_how_often_a_broken_stream_is_asked_for(serve, first, restartable, retries, asked):
-    server = serve(first)
-    assert error(ask(talk(server, restartable=restartable, retries=retries)))
-    assert len(server.posts) == asked
-
-
-@pytest.mark.parametrize("refusal, asked, kind", [
-    (reply(503, {"error": {"message": "Loading model"}}, Retry_After=0), 3, None),
-    (reply(429, {"error": "slow down"}, Retry_After=0), 2, "rate_limited"),
-    (reply(429, {"error": "slow down"}, Retry_After=3600), 1, "rate_limited"), (reply(502, Retry_After=0), 2, "server"),
-    (reply(504, Retry_After=0), 2, "server"), (reply(500, {"error": {"message": "compute failed"}}), 1, "server"),
-    (reply(400, {"error": "bad temperature"}), 1, "server"), (reply(401), 1, "auth"), (reply(404), 1, "not_found"),
-])
-def test_a_refusal_is_tried_again_only_where_that_can_help(serve, refusal, asked, kind):
-    server = serve(refusal, refusal, stream(OK))
-    events = ask(talk(server, "llamacpp"))
-    assert (len(server.posts), error(events) and error(events)[0]) == (asked, kind)
-
-
-def test_a_retry_after_is_waited_for(serve):
-    server = serve(reply(429, {"error": "slow down"}, Retry_After=1), stream(OK))
-    waited = [event["seconds"] for event in talk(server).ask("hi") if event["type"] == "waiting"]
-    assert len(server.posts) == 2 and max(waited) > 0.7
-
-
-def test_a_model_that_never_finishes_loading_is_given_up_in_time(serve):
-    server = serve([0.1, *reply(503, {"error": {"message": "Loading model"}}, Retry_After=0)])
-    events = ask(talk(server, firstTokenTimeout=0.4))
-    assert "Loading model" in error(events)[1] and kinds(events).count("retry") == 1 and len(server.posts) > 2
-
-
-@pytest.mark.parametrize("refusal", [
-    reply(400, {"object": "error", "message": "unknown field: stream_options", "code": 400}),
-    reply(422, {"detail": [{"loc": ["body", "stream_options"], "msg": "not permitted"}]}),
-])
-def test_an_optional_field_that_is_refused_is_left_out_from_then_on(serve, refusal):
-    server = serve(refusal, stream(OK))
-    conversation = talk(server, "vllm")
-    assert text(ask(conversation) + ask(conversation)) == "okok"
-    assert ["stream_options" in post.body for post in server.posts] == [True, False, False]
-
-
-def test_several_optional_fields_can_be_refused_one_after_the_other(serve):
-    refusals = [reply(400, {"error": f"unknown field: {name}"}) for name in ("stream_options", "return_progress")]
-    server = serve(*refusals, stream(OK))
-    assert text(ask(talk(server, "llamacpp"))) == "ok"
-    assert not {"stream_options", "return_progress"} & set(server.arrived(3).body)
-
-
-def test_a_think_switch_that_is_refused_is_left_out_and_told(serve):
-    server = serve(reply(400, {"error": {"message": '"m" does not support thinking'}}), stream(OK))
-    events = ask(talk(server, "ollama", think=True))
-    assert kinds(events) == ["notice", "answer", "done"] and "reasoning_effort" in events[0]["message"]
-    assert ["reasoning_effort" in post.body for post in server.posts] == [True, False]
-
-
-@pytest.mark.parametrize("body, kind, tokens", [
-    (chunk(reasoning="a") + chunk(reasoning="b") + CUT, "notice", ["2 tokens", "max_tokens", "--no-think"]),
-    (chunk(reasoning="a") + CUT + usage(completion_tokens_details={"reasoning_tokens": 1812}), "notice", ["1,812 tokens"]),
-    (CUT, "notice", ["max_tokens"]), (chunk(reasoning="a") + STOP, "error", ["1 token", "--no-think"]),
-    (chunk(" \n") + STOP, "error", ["no answer"]), (STOP, "error", ["no answer"]),
-    (OK.replace(b'"stop"', b'"length"'), "notice", ["cut", "max_tokens"]),
-    (OK.replace(b'"stop"', b'"content_filter"'), "notice", ["cut", "filter"]),
-])
-def test_an_empty_or_cut_answer_is_explained(serve, body, kind, tokens):
-    server = serve(stream(body), stream(OK))
-    conversation = talk(server)
-    said = [event for event in ask(conversation) if event["type"] in ("notice", "error")]
-    assert [event["type"] for event in said] == [kind] and all(token in said[0]["message"] for token in tokens), said
-    ask(conversation, "again")
-    assert server.roles(2) == (["user"] if b'"ok"' not in body else ["user", "assistant", "user"])
-
-
-def test_a_prompt_that_the_server_cut_without_a_word_is_noticed(serve):
-    server = serve(stream(chunk("ok") + STOP + usage(prompt_tokens=150) + DONE))
-    conversation = talk(server)
-    assert kinds(ask(conversation, "word " * 200)) == ["answer", "done"]
-    notice = ask(conversation, "word " * 9000)[-2]
-    assert notice["type"] == "notice" and "150" in notice["message"]
-
-
-def test_what_broke_off_stays_and_roles_alternate_after_it(serve):
-    server = serve(reply(500, {"error": "no"}), stream(chunk(reasoning="hm") + chunk("Point 1.")), stream(OK))
-    conversation = talk(server, retries=0)
-    for question in ("one", "two", "three"):
-        ask(conversation, question)
-    assert server.arrived(3).body["messages"] == [user("one\n\ntwo"), assistant("Point 1."), user("three")]
-
-
-def test_two_conversations_at_once_do_not_mix(serve):
-    first, second = threading.Event(), threading.Event()
-    scripts = stream(chunk("a"), first, chunk("a") + STOP), stream(chunk("b"), second, chunk("b") + STOP)
-    turns = [talk(serve(script)).ask("hi") for script in scripts]
-    for turn in turns:
-        while next(turn)["type"] != "answer":
-            pass
-    second.set()
-    first.set()
-    assert [text(turn) for turn in turns] == ["a", "b"]
-
-
-# ======================================================================================================================
-# 11. Display
-# ======================================================================================================================
-
-THOUGHT = stream(chunk(reasoning="hm "), chunk(reasoning="so"), chunk("The "), chunk("answer.") + STOP + DONE)
-
-
-@pytest.mark.parametrize("options, err", [([], "hm so\n"), (["-R"], ""), (["-q"], "hm so\n"), (["-q", "--hide-thinking"], "")])
-def test_a_pipe_gets_the_answer_alone_and_stderr_the_thinking_as_plain_text(serve, run_mm, options, err):
-    result = run_mm(*at(serve(THOUGHT)), *options, "hi")
-    assert (result.code, result.out, result.err) == (0, "The answer.\n", err)
-
-
-@pytest.mark.parametrize("answer, out", [("a\n\nb\n", "a\n\nb\n"), ("  a  ", "  a  \n"), ("\x1b[31mred\x07\r\n", "\x1b[31mred\x07\r\n")])
-def test_a_pipe_gets_the_text_as_it_is_and_a_newline_at_its_end(serve, run_mm, answer, out):
-    assert run_mm(*at(serve(stream(chunk(answer) + STOP))), "hi").raw == out.encode()
-
-
-def test_a_pipe_never_gets_a_second_beginning(serve, run_mm):
-    result = run_mm(*at(serve(stream(HALF), stream(OK))), "hi")
-    assert (result.code, result.out) == (1, "half\n") and result.err
-
-
-def test_json_events_are_one_object_a_line(serve, run_mm):
-    result = run_mm(*at(serve(THOUGHT)), "--json", "hi")
-    assert result.events[:-1] == [{"type": "reasoning", "text": "hm "}, {"type": "reasoning", "text": "so"},
-                                  {"type": "answer", "text": "The "}, {"type": "answer", "text": "answer."}]
-    assert result.events[-1]["type"] == "done" and result.err == ""
-    assert kinds(run_mm(*at(serve(THOUGHT)), "--json", "-R", "hi").events) == ["answer", "answer", "done"]
-
-
-def test_json_tells_errors_as_events_too(serve, run_mm):
-    result = run_mm(*at(serve(reply(401))), "--json", "hi")
-    assert (result.code, kinds(result.events), result.events[0]["kind"]) == (1, ["error", "done"], "auth")
-    result = run_mm("--json", "--retries", "x", "hi")
-    assert (result.code, [event["kind"] for event in result.events]) == (2, ["config"])
-
-
-def plain(shown):
-    """Terminal output without styles and what readline sends."""
-    return re.sub(r"\x1b\[[\d;]*m|\x1b\[\?2004[hl]\r?", "", shown)
-
-
-def test_a_terminal_shows_thinking_and_then_the_answer(serve, terminal):
-    screen = terminal(*at(serve(THOUGHT)), "hi")
-    assert screen.code() == 0
-    assert plain(screen.shown) == "💭 hm so\r\n🤖 The answer.\r\n"
-    assert "\x1b[2;3mhm \x1b[0m" in screen.shown and screen.shown.endswith("The answer.\r\n")
-
-
-def test_thinking_that_resumes_after_text_gets_a_block_of_its_own(serve, terminal):
-    script = stream(chunk(reasoning="a\n\n"), chunk("\n\nb\n"), chunk(reasoning="c"), chunk("d") + STOP)
-    screen = terminal(*at(serve(script)), "hi", env={"NO_COLOR": "1"})
-    screen.code()
-    assert screen.shown == "💭 a\r\n🤖 b\r\n💭 c\r\n🤖 d\r\n"
-
-
-@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_no_color_and_a_dumb_terminal_mean_no_styling(serve, terminal, env):
-    screen = terminal(*at(serve(THOUGHT, reply(401))), "hi", env=env)
-    assert screen.code() == 0 and screen.shown == "💭 hm so\r\n🤖 The answer.\r\n"
-    assert "\x1b" not in terminal("--retries", "x", "hi", env=env).expect("retries")
-
-
-def progress(processed):
-    return sse({"choices": [{"delta": {"content": None}}], "prompt_progress": {"total": 210, "cache": 10, "processed": processed}})
-
-
-@pytest.mark.parametrize("options, steps, status", [
-    ([], [progress(10), progress(92)], "reading the prompt 41 %"), ([], [], "1 s"), (["-R"], [chunk(reasoning="secret")] * 2, "thinking"),
-])
-def test_the_status_line_tells_what_is_waited_for_and_is_wiped(serve, terminal, options, steps, status):
-    on = threading.Event()
-    screen = terminal(*at(serve(stream(*steps, on, progress(210), OK))), *options, "hi")
-    screen.expect(status)
-    on.set()
-    assert screen.code() == 0 and "secret" not in screen.shown and plain(screen.shown).endswith("\r\x1b[K🤖 ok\r\n")
-
-
-@pytest.mark.parametrize("args", [["-q"], []])
-def test_quiet_and_a_pipe_get_no_status_line(serve, terminal, args):
-    server = serve(stream(progress(10), progress(92), 0.1, OK))
-    screen = terminal(*at(server), *args, "hi", redirect='<"$TTY" >"$TTY" 2>' + ("&1" if args else "err"))
-    screen.code()
-    assert screen.shown == "🤖 ok\r\n"
-
-
-EVIL = "\x1b]0;title\x07\x1b[2J\x1b]52;c;ZXZpbA==\x1b\\\x9b31m\x9d0;x\x9c\x08\x08\x7f\x00over\rwrite\ttab"
-
-
-def obeyed(shown):
-    """What a terminal would have obeyed in this output, beside mm's own styles and its wiping of the status line."""
-    shown = re.sub(r"\x1b\[(0|2|31|2;3)m|\r\x1b\[K|\r\n", "", shown)
-    return re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
-
-
-@pytest.mark.parametrize("script", [
-    stream(chunk(reasoning=EVIL), chunk(EVIL) + STOP), stream(*[chunk(character) for character in EVIL], STOP),
-    stream(chunk(EVIL) + sse({"error": {"message": EVIL}})), reply(400, {"error": {"message": EVIL}}), reply(404, EVIL.encode()),
-    stream(call(index=0, id=EVIL, name=EVIL, arguments=json.dumps({"q": EVIL})) + STOP),
-    reply(200, b"<html><title>" + EVIL.encode() + b"</title>"), reply(302, Location="/\x9b31m"),
-], ids=["text", "split", "an error in the stream", "a refusal", "a plain refusal", "a tool call", "a page", "a redirect"])
-def test_a_terminal_obeys_nothing_that_a_server_sends(serve, terminal, script):
-    screen = terminal(*at(serve(script)), "--max-steps", "1", "--retries", "0", "hi")
-    screen.code()
-    assert obeyed(screen.shown) == [] and len(screen.shown) > 5
-
-
-def test_a_terminal_obeys_nothing_in_a_model_s_name(serve, terminal):
-    server = serve(stream(OK), models=[EVIL + "m", "n"])
-    for args in (["--models"], ["hi"]):
-        screen = terminal("--url", server.url, *args)
-        screen.code()
-        assert obeyed(screen.shown) == [] and "tab" in screen.shown
-
-
-@pytest.mark.parametrize("env, expected", [
-    ({"PYTHONIOENCODING": "ascii"}, b"caf? ? done\n"), ({"PYTHONIOENCODING": "latin-1"}, b"caf\xe9 ? done\n"),
-    ({"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "café 🎉 done\n".encode()),
-    ({"LC_ALL": "C", "LANG": "C"}, "café 🎉 done\n".encode()),
-])
-def test_output_never_raises_for_a_character(serve, run_mm, env, expected):
-    server = serve(stream(chunk(reasoning="🎉"), chunk("café "), chunk("🎉 done") + STOP))
-    result = run_mm(*at(server), "na\u00efve – ✓", env=env)
-    assert (result.code, result.raw) == (0, expected)
-    assert server.arrived().body["messages"] == [user("na\u00efve – ✓")]
-    assert text(run_mm(*at(server), "--json", "hi", env=env).events) == "café 🎉 done"
-
-
-def test_a_closed_pipe_ends_mm_quietly(serve, start_mm):
-    server = serve(stream(chunk("first\n"), (chunk("more\n") * 50, 0.01)))
-    process = start_mm(*at(server), "hi")
-    assert process.stdout.readline() == b"first\n"
-    process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait(PATIENCE) in (0, 1, 141)
-    server.gone()
-
-
-@pytest.mark.parametrize("number, code, body", [(signal.SIGINT, 130, chunk("x" * 1000) * 300), (signal.SIGTERM, 143, chunk(reasoning="x" * 1000) * 300)])
-def test_a_signal_ends_mm_though_nobody_reads_what_it_writes(serve, start_mm, number, code, body):
-    server = serve(stream(body, "hang"))
-    process = start_mm("--watchdog", "0", *at(server), "hi")
-    server.arrived()
-    deadline = time.monotonic() + PATIENCE
-    while process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.7)  # a write counts as stuck after half a second
-        process.send_signal(number)
-    assert process.returncode == code
-
-
-def test_a_signal_that_was_ignored_before_stays_ignored(serve, start_mm):
-    ended = threading.Event()
-    server = serve(stream(chunk("one"), ended, OK))
-    process = start_mm(*at(server), "hi", prelude="trap '' INT HUP;")
-    assert os.read(process.stdout.fileno(), 3) == b"one"
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGHUP)
-    ended.set()
-    assert process.communicate(timeout=PATIENCE)[0] == b"ok\n" and process.returncode == 0
-
-
-@pytest.mark.parametrize("redirect", [">&-", ">&- 2>&-", "<&-"])
-def test_closed_streams_are_no_fault(serve, run_mm, redirect):
-    result = run_mm(*at(serve(stream(OK))), "hi", redirect=redirect)
-    assert (result.code, result.err) == (0, "") and result.out == ("ok\n" if redirect == "<&-" else "")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
-@pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_full_disk_is_one_line(serve, run_mm, option):
-    result = run_mm(*at(serve(stream(OK))), *option, "hi", redirect=">/dev/full")
-    assert result.code == 1 and result.err.count("\n") == 1 and "No space" in result.err
-
-
-def test_stats_are_a_line_after_the_answer(serve, run_mm):
-    figures = usage(prompt_tokens=3412, completion_tokens=90, prompt_tokens_details={"cached_tokens": 3390})
-    result = run_mm(*at(serve(stream(chunk("ok") + STOP + figures))), "--stats", "hi")
-    assert result.out == "ok\n" and all(figure in result.err for figure in ("3,412", "3,390", "90 tok")) and "\x1b" not in result.err
-
-
-def a_done(tokens=(812, 90), spent=(38.2, 4.1), **rows):
-    """A `done` with a timeline of these rows."""
-    line = mm.Timeline()
-    for kind, row in rows.items():
-        line.rows[kind][:len(row)] = row
-    details = {"prompt_tokens": 3412, "completion_tokens": sum(tokens), "prompt_tokens_details": {"cached_tokens": 3390}}
-    return {"usage": details, "timings": None, "tokens": tokens, "timeline": line,
-            "seconds": {"first_token": 0.4, "thinking": spent[0], "answer": spent[1], "total": 42.8}}
-
-
-def test_figures_show_thinking_and_answer_apart_with_their_tokens_over_time():
-    line = mm.figures(a_done(prompt=[1000, 2000], reasoning=[0, 0, 1, 2, 8], answer=[0, 0, 0, 0, 0, 4, 4]))
-    assert re.fullmatch(r"💭 38.2 s · 812 tok · 21 tok/s ▁▂█ 🤖 4.1 s · 90 tok · 22 tok/s ▄▄ · prompt 3,412 tok, 3,390 from cache ▄█"
-                        r" · first token after 0.4 s · 42.8 s in all", line)
-    assert mm.figures(a_done((0, 90), (0.0, 4.1), call=[3, 3])).startswith("🤖 4.1 s · 90 tok · 22 tok/s █")
-
-
-@pytest.mark.parametrize("columns", [24, 40, 79, 200])
-def test_figures_fit_into_a_narrow_terminal(columns):
-    lines = mm.figures(a_done(reasoning=[3] * 50, answer=[0] * 50 + [5] * 14), columns).split("\n")
-    parts = ["💭 38.2 s · 812 tok · 21 tok/s", "prompt 3,412 tok, 3,390 from cache", "42.8 s in all"]
-    assert all(any(part in line for line in lines) for part in parts)  # a figure is not cut in two
-    assert all(len(line) + sum(char in "💭🤖" for char in line) <= max(columns, 35) for line in lines)
-    assert columns < 200 or len(lines) < 3
-
-
-def test_the_timeline_keeps_every_token_however_long_it_takes():
-    line = mm.Timeline()
-    for second in (0, 1, 2, 3, 100, 100, 5000):
-        line.add("reasoning", 1, line.started + second)
-    line.add("held", 2, line.started + 5000)
-    line.settle("reasoning")
-    row = line.rows["reasoning"]
-    assert sum(row) == 9 and len(row) == mm.Timeline.SPANS and row[0] == 6 and row[int(5000 / line.span)] == 3
-
-
-def test_ctrl_c_in_one_shot_gives_130_and_leaves_the_terminal_as_it_was(serve, terminal):
-    server = serve(stream(HALF, "hang"))
-    screen = terminal(*at(server), "hi")
-    screen.expect("half")
-    screen.send("\x03")
-    assert screen.code() == 130 and "Traceback" not in screen.shown and plain(screen.shown).endswith("\r\n")
-    assert termios.tcgetattr(screen.slave) == screen.attributes
-    server.gone()
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("script", [["hang"], stream(HALF, "hang")], ids=["waiting", "answering"])
-def test_a_signal_ends_a_run_without_a_traceback(serve, start_mm, script, number, code):
-    server = serve(script)
-    process = start_mm(*at(server), "--json", "hi")
-    server.arrived()
-    if len(script) > 1:
-        process.stdout.readline()
-    process.send_signal(number)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code and b"Traceback" not in err
-    server.gone()
-
-
-# ======================================================================================================================
-# 12. The REPL
-# ======================================================================================================================
-
-@pytest.fixture
-def repl(serve, terminal):
-    """A REPL at its first prompt; -> (server, terminal)."""
-    def start(*scripts, args=(), **how):
-        server = serve(*scripts, models=["m", "n"])
-        screen = terminal(*at(server), *args, **how)
-        screen.prompt()
-        return server, screen
-    return start
-
-
-def question(server, number=1):
-    return server.arrived(number).body["messages"][-1]["content"]
-
-
-def test_a_conversation_goes_back_to_the_model_and_ends_at_ctrl_d(repl, tmp_path):
-    history = tmp_path / ".local/state/mm/history"
-    history.parent.mkdir(parents=True)
-    history.write_text("before\n")
-    history.chmod(0o644)
-    server, screen = repl(THOUGHT)
-    assert plain(screen.shown).endswith("\n> ") and "m" not in screen.shown.rpartition("\n")[2]  # no colours: readline counts them
-    for word in ("one", "two"):
-        screen.send(word + "\r")
-        screen.expect("The answer.")
-        screen.prompt()
-    assert server.arrived(2).body["messages"] == [user("one"), assistant("The answer."), user("two")]
-    screen.send("\x04")
-    assert screen.code() == 0 and termios.tcgetattr(screen.slave) == screen.attributes
-    assert history.read_text().split("\n") == ["before", "one", "two", ""]
-    assert stat.S_IMODE(history.stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize("command", ["/bye", "/exit", "/quit"])
-def test_a_command_leaves(run_mm, serve, command):
-    server = serve(stream(OK))
-    result = run_mm(*at(server), "-i", stdin=f"one\n{command}\ntwo\n")
-    assert result.code == 0 and question(server) == "one" and len(server.posts) == 1
-
-
-@pytest.mark.parametrize("script, marks", [
-    (["hang"], []), (stream("hang"), []), (stream(chunk(reasoning="hm"), "hang"), ["hm"]),
-    (stream(chunk(reasoning="hm"), HALF, "hang"), ["hm", "half"]),
-], ids=["before the headers", "before a token", "thinking", "answering"])
-def test_ctrl_c_stops_the_answer_and_the_prompt_comes_back(repl, script, marks):
-    server, screen = repl(script, script, stream(OK))
-    for number, word in ((1, "one"), (2, "two")):
-        screen.send(word + "\r")
-        server.arrived(number)
-        for mark in marks:
-            screen.expect(mark)
-        screen.send("\x03")
-        screen.prompt()
-        server.gone(number)
-    screen.send("three\r")
-    screen.expect("ok")
-    partial = [assistant("half")] if "half" in marks else []
-    expected = [user("one"), *partial, user("two"), *partial, user("three")] if partial else [user("one\n\ntwo\n\nthree")]
-    assert server.arrived(3).body["messages"] == expected
-
-
-def test_ctrl_c_twice_and_at_the_empty_prompt_does_not_leave(repl):
-    server, screen = repl(stream(HALF, "hang"), stream(OK))
-    screen.send("one\r")
-    screen.expect("half")
-    screen.send("\x03\x03")
-    screen.prompt()
-    for _ in range(2):
-        screen.send("\x03")
-        screen.prompt()
-    screen.send("half typed\x03")
-    screen.prompt()
-    screen.send("two\r")
-    screen.expect("ok")
-    assert question(server, 2) == "two"
-
-
-@pytest.mark.parametrize("keys, asked", [
-    (['"""first', "  second", "", 'last"""'], "first\n  second\n\nlast"), (['"""', "first", '"""'], "first"),
-    (["first\\", "second\\", "third"], "first\nsecond\nthird"), (["\x1b[200~first\nsecond\n\nlast\x1b[201~"], "first\nsecond\n\nlast"),
-    (["na\u00efve ✓ 🎉"], "na\u00efve ✓ 🎉"), ([" /help me"], "/help me"), (["x" * 5000 + "END"], "x" * 5000 + "END"),
-], ids=["a block", "a block, its quotes alone", "backslashes", "a bracketed paste", "UTF-8", "a space and a command", "a long line"])
-def test_what_is_typed_is_one_question(repl, keys, asked):
-    server, screen = repl(stream(OK))
-    for line in keys[:-1]:
-        screen.send(line + "\r")
-        screen.expect(". ")
-    screen.send(keys[-1] + "\r")
-    screen.expect("ok")
-    assert question(server).strip() == asked and len(server.posts) == 1
-
-
-@pytest.mark.parametrize("how", [{"env": {"TERM": "dumb"}}, {"redirect": '<"$TTY" >out 2>"$TTY"'}], ids=["dumb", "stdout is a file"])
-@pytest.mark.parametrize("keys, asked", [("first\nsecond\n\nlast\n", "first\nsecond\n\nlast"), (b"caf\xe9\nend\n", "caf\ufffd\nend")])
-def test_pasted_lines_are_one_question_without_bracketed_paste(serve, terminal, how, keys, asked):
-    server = serve(stream(OK))
-    screen = terminal(*at(server), "-i", "first", **how)
-    server.arrived()
-    screen.take(0.3)
-    screen.send(keys)
-    assert question(server, 2) == asked or "env" in how and question(server, 2) == asked.replace("\ufffd", "")  # readline drops it
-
-
-def test_a_line_that_the_terminal_would_cut_is_whole_or_warned_about_where_it_is_seen(serve, terminal):
-    server = serve(stream(OK))
-    screen = terminal(*at(server), "-i", redirect='<"$TTY" >out 2>"$TTY"')
-    screen.take(0.5)
-    screen.send("x" * 5000 + "END\n")
-    if not question(server).endswith("END"):
-        screen.expect("4,095")
-
-
-@pytest.mark.parametrize("lines, expected", [
-    (["/model n", "hi"], [("n", [user("hi")])]), (["one", "/clear", "two"], [("m", [user("one")]), ("m", [user("two")])]),
-    (["/system be kind", "one", "/system -", "two"],
-     [("m", [{"role": "system", "content": "be kind"}, user("one")]), ("m", [user("one"), assistant("ok"), user("two")])]),
-    (["/clearly wrong", "hi"], [("m", [user("hi")])]),
-    (["/usr/bin/python fails, why?", "", "  "], [("m", [user("/usr/bin/python fails, why?")])]),
-])
-def test_commands_change_what_is_asked(serve, run_mm, lines, expected):
-    server = serve(stream(OK))
-    assert run_mm(*at(server), "-i", stdin="\n".join(lines) + "\n").code == 0
-    assert [(post.body["model"], post.body["messages"]) for post in server.posts] == expected
-
-
-@pytest.mark.parametrize("state, sent", [("on", {"enable_thinking": True}), ("off", {"enable_thinking": False}), ("auto", None)])
-def test_think_switches_the_thinking(serve, run_mm, state, sent):
-    server = serve(stream(OK))
-    run_mm("-p", "llamacpp", *at(server), "--think", "-i", stdin=f"/think {state}\nhi\n")
-    assert server.arrived().body.get("chat_template_kwargs") == sent
-
-
-@pytest.mark.parametrize("lines, tokens", [
-    (["/help"], ["/clear", "/model", "/models", "/think", "/show", "/system", "/stats", "/bye"]), (["/?"], ["/clear", "/stats"]),
-    (["/models"], ["* m", "  n"]), (["/model"], ["m"]), (["/system"], ["none"]),
-    (["/stats", "hi", "/stats"], ["nothing", "s in all"]), (["/think maybe"], ["on, off"]), (["/nonsense"], ["/nonsense", "/help"]),
-])
-def test_commands_say(serve, run_mm, lines, tokens):
-    result = run_mm(*at(serve(stream(OK), models=["m", "n"])), "-i", stdin="\n".join(lines) + "\n")
-    places = [result.err.find(token) for token in tokens]
-    assert -1 not in places and places == sorted(places) and result.out == "ok\n" * lines.count("hi")
-
-
-def test_show_hides_and_shows_the_thinking(repl):
-    server, screen = repl(THOUGHT)
-    for command, seen in (("/show off", False), ("/show on", True)):
-        screen.send(command + "\r")
-        screen.prompt()
-        screen.send("hi\r")
-        assert ("hm" in screen.expect("The answer.")) == seen
-        screen.prompt()
-
-
-def test_ctrl_c_hit_in_haste_does_not_end_a_conversation_that_began_with_a_question(serve, terminal):
-    screen = terminal(*at(serve(stream(HALF, "hang"), stream(OK))), "-i", "one")
-    screen.expect("half")
-    for _ in range(3):
-        screen.process.send_signal(signal.SIGINT)
-        time.sleep(0.002)
-    screen.prompt()
-    screen.send("two\r")
-    screen.expect("ok")
-
-
-def test_a_line_without_end_in_a_pipe_is_an_error(run_mm):
-    result = run_mm("--url", "http://127.0.0.1:1", "-m", "m", "-i", stdin=b"x" * (mm.MOST_TEXT + 1000))
-    assert result.code == 2 and "MiB" in result.err
-
-
-def test_the_repl_goes_on_after_an_error_and_starts_with_the_question_of_i(serve, terminal):
-    server = serve(reply(500, {"error": "slot lost"}), stream(OK))
-    screen = terminal(*at(server), "-i", "one")
-    screen.expect("slot lost")
-    screen.prompt()
-    screen.send("two\r")
-    screen.expect("ok")
-    assert server.arrived(2).body["messages"] == [user("one\n\ntwo")]
-
-
-def test_a_history_file_that_cannot_be_written_or_read_is_no_fault(repl, tmp_path):
-    (tmp_path / ".local").write_text("a file where a folder should be")
-    server, screen = repl(stream(OK))
-    screen.send("hi\r")
-    screen.expect("ok")
-    screen.prompt()
-    screen.send("\x04")
-    assert screen.code() == 0 and "Traceback" not in screen.shown
-
-
-@pytest.mark.parametrize("answering", [False, True])
-def test_sigterm_leaves_the_terminal_as_it_was(repl, answering):
-    server, screen = repl(stream(HALF, "hang"))
-    if answering:
-        screen.send("hi\r")
-        screen.expect("half")
-    screen.process.terminate()
-    assert screen.code() == 143 and termios.tcgetattr(screen.slave) == screen.attributes
-    assert "Traceback" not in screen.shown
-
-
-# ======================================================================================================================
-# 13. Demo and replay
-# ======================================================================================================================
-
-def test_the_demo_needs_no_server_and_says_that_it_is_scripted(run_mm):
-    result = run_mm("--demo", "--json", "who are you?", env={"http_proxy": "http://127.0.0.1:1"})
-    assert result.code == 0 and "who are you?" in text(result.events, "reasoning") and "script" in text(result.events)
-    assert "script" in result.events[0]["message"] and result.events[-1]["provider"] == "demo"
-    assert [event["processed"] for event in result.events if event["type"] == "progress"]
-
-
-def test_a_replay_of_several_streams_shows_each(run_mm, tmp_path):
-    (tmp_path / "tap").write_bytes(OK.replace(b'"ok"', b'"one "') + OK.replace(b'"ok"', b'"two"'))
-    result = run_mm("--replay", "tap")
-    assert (result.code, result.out) == (0, "one two\n")
-
-
-@pytest.mark.parametrize("body, code", [(HALF, 1), (b"", 1), (sse({"error": "slot lost"}), 1), (OK, 0)])
-def test_a_replay_has_the_exit_code_of_its_stream(run_mm, tmp_path, body, code):
-    (tmp_path / "tap").write_bytes(body)
-    result = run_mm("--replay", "tap")
-    assert (result.code, result.err.count("\n")) == (code, code)
-
-
-def test_a_replay_tells_the_figures_that_the_stream_carries_and_no_time_of_its_own(run_mm, tmp_path):
-    timings = {"prompt_n": 20, "cache_n": 5, "prompt_ms": 1500.0, "predicted_n": 40, "predicted_ms": 8000.0}
-    (tmp_path / "tap").write_bytes(chunk(reasoning="a") * 3 + chunk("ok") + STOP + sse({"choices": [], "timings": timings}) + DONE)
-    result = run_mm("--replay", "tap", "--stats")
-    assert [part in result.err for part in ("6.0 s · 30 tok · 5 tok/s", "2.0 s · 10 tok", "prompt 25 tok, 5 from cache", "9.5 s in all")] == [True] * 4
-    (tmp_path / "tap").write_bytes(OK)
-    assert " s" not in run_mm("--replay", "tap", "--stats").err
-    odd = {"prompt_ms": "1", "predicted_ms": -5, "predicted_n": True, "prompt_n": 1e308}
-    (tmp_path / "tap").write_bytes(chunk("ok") + STOP + sse({"choices": [], "timings": odd, "usage": {"completion_tokens": "x"}}) + DONE)
-    assert "1 tok" in run_mm("--replay", "tap", "--stats").err
-
-
-def test_a_replay_separates_the_tags_of_the_provider_that_is_named(run_mm, tmp_path):
-    (tmp_path / "tap").write_bytes(chunk("hm</think>ok") + STOP + DONE)
-    (tmp_path / "c.json").write_text('{"providers": {"box": {"like": "llamacpp", "thinkTags": true}}}')
-    assert run_mm("--replay", "tap", "--config", "c.json").out == "hm</think>ok\n"
-    assert run_mm("--replay", "tap", "--config", "c.json", "-p", "box").out == "ok\n"
-
-
-def test_a_replay_is_paced_on_a_terminal_alone(run_mm, terminal, tmp_path):
-    (tmp_path / "tap").write_bytes(chunk("word ") * 3000 + STOP + DONE)  # a minute, for a person
-    assert run_mm("--replay", "tap").out == "word " * 3000 + "\n"
-    screen = terminal("--replay", "tap")
-    screen.expect("word word")
-    screen.send("\x03")
-    assert screen.code() == 130 and "Traceback" not in screen.shown and termios.tcgetattr(screen.slave) == screen.attributes
-
-
-# ======================================================================================================================
-# 14. The command line
-# ======================================================================================================================
-
-@pytest.mark.parametrize("words, stdin, redirect, asked", [
-    (["why", "is", "it?"], None, "", "why is it?"), (["sum up"], "line 1\nline 2\n", "", "sum up\n\nline 1\nline 2"),
-    ([], "only stdin\n", "", "only stdin"), (["hi"], "", "", "hi"), (["hi"], " \n\n", "", "hi"), (["hi"], None, "<&-", "hi"),
-    (["hi"], None, "</dev/null", "hi"), (["hi"], b"\xef\xbb\xbfcaf\xc3\xa9", "", "hi\n\ncafé"),
-    (["hi"], b"caf\xe9", "", "hi\n\ncaf\ufffd"), (["hi"], b"a\0b", "", "hi\n\na\ufffdb"),
-    (["hi"], "größe".encode("utf-16"), "", "hi\n\ngröße"), ([b"caf\xe9 \xc3\xa9"], None, "", "caf\ufffd \u00e9"),
-    (["--", "-x is what?"], None, "", "-x is what?"), (["why", "-q", "is", "it?"], None, "", "why is it?"), 
-    pytest.param([], "x" * 200000, "", "x" * 200000, id="long"),
-])
-def test_the_question_is_made_of_words_and_stdin(serve, run_mm, words, stdin, redirect, asked):
-    server = serve(stream(OK))
-    result = run_mm(*at(server), *words, stdin=stdin, redirect=redirect)
-    assert (result.code, result.out) == (0, "ok\n")
-    assert question(server) == asked
-    assert ("UTF-8" in result.err) == (isinstance(stdin, bytes) and "\ufffd" in asked)
-
-
-def test_files_are_added_named_and_fenced(serve, run_mm, tmp_path):
-    (tmp_path / "a.txt").write_text("alpha\n")
-    (tmp_path / "b.md").write_text("```\ncode\n```\n")
-    (tmp_path / "c.bin").write_bytes(b"caf\xe9")
-    server = serve(stream(OK))
-    result = run_mm(*at(server), "-f", "a.txt", "--file", "b.md", "-f", "c.bin", "compare", stdin="piped")
-    asked = question(server)
-    parts = ["compare", "a.txt", "alpha", "b.md", "````\n```\ncode\n```\n````", "c.bin", "caf\ufffd", "piped"]
-    places = [asked.index(part) for part in parts]
-    assert places == sorted(places) and "c.bin" in result.err
-
-
-def test_no_question_at_all_is_wrong_usage(serve, run_mm):
-    server = serve(stream(OK))
-    for stdin in ("", "\n"):
-        result = run_mm(*at(server), stdin=stdin)
-        assert (result.code, result.err.count("\n"), len(server.posts)) == (2, 1, 0)
-
-
-def test_the_system_prompt_is_sent_and_an_empty_one_unsets_the_config_s(serve, run_mm, tmp_path):
-    (tmp_path / "c.yaml").write_text("system: from the file\n")
-    server = serve(stream(OK))
-    for option in ([], ["-s", "be kind"], ["-s", ""]):
-        run_mm("--config", "c.yaml", *at(server), *option, "--no-save", "--max-steps", "3", "hi")
-    assert [post.body["messages"][:-1] for post in server.posts] == [
-        [{"role": "system", "content": "from the file"}], [{"role": "system", "content": "be kind"}], []]
-
-
-def test_blank_variables_are_the_same_as_none(serve, run_mm):
-    blank = dict.fromkeys("MM_PROVIDER MM_MODEL MM_API_KEY MM_CONFIG XDG_CONFIG_HOME XDG_STATE_HOME http_proxy HOME".split(), "")
-    server = serve(stream(OK))
-    result = run_mm("hi", env={**blank, "MM_BASE_URL": f" {server.url} "})
-    assert (result.code, result.out) == (0, "ok\n") and "authorization" not in server.arrived().headers
-
-
-def test_check_says_what_would_be_used_and_whether_it_answers(serve, run_mm, tmp_path):
-    (tmp_path / "c.yaml").write_text("model: n\n")
-    server = serve(models=["m", "n"])
-    result = run_mm("--check", "--url", server.url, "--config", "c.yaml")
-    assert result.code == 0 and not server.posts
-    assert all(token in result.out for token in (server.url, "n", "2 models", "c.yaml", "MM_API_KEY"))
-    server.close()
-    result = run_mm("--check", "--url", server.url, "-m", "zzz")
-    assert result.code == 1 and server.url in result.out and "zzz" in result.out
-
-
-def test_models_lists_the_server_s_models(serve, run_mm):
-    server = serve(models=["m", "n"])
-    result = run_mm("--models", "--url", server.url)
-    assert (result.code, result.out) == (0, "m\nn\n")
-    server.close()
-    result = run_mm("--models", "--url", server.url)
-    assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
-
-
-@pytest.mark.parametrize("script, code", [
-    (stream(OK), 0), (reply(500), 1), (stream(HALF), 1), (stream(STOP), 1), (stream(chunk(reasoning="a") + CUT), 1),
-    (stream(chunk("cut") + CUT), 0),
-])
-def test_the_exit_code_says_whether_there_is_an_answer(serve, run_mm, script, code):
-    result = run_mm(*at(serve(script)), "--retries", "0", "hi")
-    assert result.code == code and (code == 0 or result.err.count("\n") >= 1)
-
-
-def test_limits_of_the_command_line_reach_the_watchdog(serve, run_mm):
-    result = run_mm(*at(serve(stream(chunk("a"), "hang"))), "--watchdog", "0.3", "--json", "hi")
-    assert (result.code, kinds(result.events), result.events[1]["kind"]) == (1, ["answer", "error", "done"], "stalled")
-    assert run_mm(*at(serve(["hang"])), "--first-token", "0.3", "--json", "hi").events[0]["kind"] == "stalled"
-
-
-def test_help_and_version_tell_of_what_works(run_mm):
-    result = run_mm("--help")
-    assert result.code == 0 and all(option in result.out for option in ("--provider", "--replay", "--check", "llamacpp", "130"))
-    assert run_mm("--version").out.split() == ["mm", mm.__version__]
-
-# ======================================================================================================================
-# Tools, turns that survive, sessions, the context: helpers
-# ======================================================================================================================
-
-def strict(request):
-    """The messages of a request, after everything that the strictest templates and servers insist on was checked.
-
-    Roles are counted as Mistral's template does: tool messages and assistant messages with calls take no part.
-    """
-    messages = request.body["messages"]
-    rest, waiting, turns = messages[messages[0]["role"] == "system":], [], []
-    for message in rest:
-        role, content, calls = message["role"], message["content"], message.get("tool_calls")
-        assert role in ("user", "assistant", "tool") and isinstance(content, str) and calls != []
-        content.encode()
-        if role == "tool":
-            assert message["tool_call_id"] in waiting, "a result without its call"
-            waiting.remove(message["tool_call_id"])
-            continue
-        assert not waiting, "a call without its result"
-        for made in calls or []:
-            assert made["id"] and made["type"] == "function" and made["function"]["name"]
-            assert isinstance(json.loads(made["function"]["arguments"]), dict)
-        waiting = [made["id"] for made in calls or []]
-        assert len(set(waiting)) == len(waiting)
-        if not calls:
-            assert content.strip(), "an empty message"
-            turns.append(role)
-    assert not waiting and rest[-1]["role"] != "assistant"
-    assert turns == ["user", "assistant"] * (len(turns) // 2) + ["user"] * (len(turns) % 2), turns
-    return messages
-
-
-def calls(name, its_id="a", finish="tool_calls", index=0, **arguments):
-    """The script of a stream that ends in one call."""
-    return stream(call(index=index, id=its_id, name=name, arguments=json.dumps(arguments)) + chunk(finish=finish) + DONE)
-
-
-def counted(prompt, produced=1, answer="ok"):
-    """The script of an answer whose tokens the server counts."""
-    usage = {"prompt_tokens": prompt, "completion_tokens": produced}
-    return stream(chunk(answer) + STOP + sse({"choices": [], "usage": usage}) + DONE)
-
-
-class Told(Server):
-    """A server that also tells of itself: pages are {path: JSON, or a list of them for one look after another}."""
-
-    def __init__(self, *scripts, pages={}):
-        self.pages = {path: list(page) if isinstance(page, tuple) else [page] for path, page in pages.items()}
-        super().__init__(*scripts)
-
-    def take(self, sock):
-        script, path = super().take(sock), self.gets[-1].path if self.gets else ""
-        if path in self.pages and (not self.posts or script not in self.scripts):
-            pages = self.pages[path]
-            return reply(200, pages.pop(0) if len(pages) > 1 else pages[0])
-        return script
-
-
-@pytest.fixture
-def tell():
-    servers = []
-    yield lambda *scripts, **pages: servers.append(Told(*scripts, **pages)) or servers[-1]
-    for server in servers:
-        server.close()
-
-
-def agent(server, box=None, provider="", record=None, **values):
-    values.setdefault("think", None)
-    return mm.Conversation(backend_of(provider, server.url), settings_of(**values), box, record)
-
-
-@pytest.fixture
-def box(tmp_path, monkeypatch):
-    """Makes a Toolbox in the directory `in`; answer: what its person says, None where there is none; box.asked: what for."""
-    (tmp_path / "in").mkdir()
-    monkeypatch.chdir(tmp_path / "in")
-
-    def make(answer=None, commands=None, **how):
-        asked = []
-        made = mm.Toolbox([*mm.BUILT_IN, *(commands or {})], commands,
-                          permit=(lambda *what: asked.append(what) or answer) if answer else None, **how)
-        made.asked = asked
-        return made
-    return make
-
-
-def result_of(work):
-    """What a generator returns, in the end."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as ended:
-            return ended.value
-
-
-def use(box, name, raw="", **arguments):
-    """(ok, output) of one call; a call that hangs fails."""
-    done = []
-    thread = threading.Thread(target=lambda: done.append(
-        (box.shown({"id": "a", "name": name, "arguments": arguments, "raw": raw}), result_of(box.run({"id": "a", "name": name, "arguments": arguments, "raw": raw})))), daemon=True)
-    thread.start()
-    thread.join(PATIENCE / 2)
-    assert done, f"{name} {arguments} hangs, or raised"
-    return done[0][1]
-
-
-@contextlib.contextmanager
-def full_disk(size):
-    """No file can grow past `size` bytes: a write of more is cut there, the next one fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 # ======================================================================================================================
@@ -2736,8 +2126,6 @@ def test_a_command_does_not_see_the_keys(serve, run_mm, tmp_path):
     assert len(results) == 2 and all("HARMLESS=seen" in result and "PATH=" in result and "hidden" not in result for result in results)
 
 
-# -- permission, and what a person sees
-
 @pytest.mark.parametrize("keys, ran", [("y\r", True), ("yes\r", True), ("n\r", False), ("\rwhat?\ry\r", True), ("a\r", True), ("\x04", False)])
 def test_a_person_is_asked_before_a_command_runs(serve, terminal, tmp_path, keys, ran):
     server = serve(calls("run_command", command="echo ran > proof; echo done"), stream(OK))
@@ -2818,8 +2206,6 @@ def test_a_person_sees_what_a_call_does_its_result_in_a_few_lines_and_what_chang
     assert sum("seq 1000" in row for row in rows) == 1 and len(rows) < 25 and "\x1b]" not in screen.shown and "1\r\n  2" in plain(screen.shown)
 
 
-# -- order, and the server's cache
-
 def test_tools_are_sorted_whatever_the_order_and_a_conversation_s_requests_share_all_that_is_not_new(load, serve, box):
     prefixes = set()
     for names, order in (("[write_file, zz, list_files, aa]", "zz: {command: [date]}, aa: {command: [date]}"),
@@ -2842,11 +2228,294 @@ def test_tools_are_sorted_whatever_the_order_and_a_conversation_s_requests_share
     assert len(prefixes) == 1
 
 
+@pytest.mark.parametrize("keys, ran", [("yarn test\rn\r", False), ("and then\rn\r", False), ("always\r", True), ("NO\r", False)])
+def test_only_a_whole_word_answers_the_question_for_permission(serve, terminal, tmp_path, keys, ran):
+    server = serve(calls("run_command", command="echo > proof"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi")
+    screen.expect("y / n / a")
+    screen.send(keys)
+    screen.expect("ok")
+    assert screen.code() == 0 and (tmp_path / "proof").exists() == ran
+
+
+def test_what_was_typed_before_the_question_is_no_answer_to_it(serve, terminal, tmp_path):
+    typed = threading.Event()
+    server = serve([*stream(chunk(reasoning="hm"))[:2], typed, call(index=0, id="a", name="run_command", arguments='{"command": "echo > proof"}') + CALLED], stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi")
+    screen.expect("hm")
+    screen.send("y\r")
+    typed.set()
+    screen.expect("y / n / a")
+    assert not (tmp_path / "proof").exists()
+    screen.send("n\r")
+    screen.expect("ok")
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_command_of_several_lines_cannot_look_like_another_question(serve, terminal):
+    server = serve(calls("run_command", command="rm x\n\U0001f527 run ls\u202e\rz"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi")
+    shown = screen.expect("y / n / a")
+    rows = [row for row in shown.replace("\r\n", "\n").split("\n") if "run ls" in row]
+    assert rows and all(row.startswith("   │ ") for row in rows) and "\u202e" not in shown and "<202e>" in shown and "␍" in shown
+    screen.send("n\r")
+    assert screen.code() == 0
+
+
+def test_where_the_question_could_not_be_seen_nobody_is_asked(serve, terminal, tmp_path):
+    server = serve(calls("run_command", command="echo > proof"), stream(OK))
+    screen = terminal(*at(server), "-t", "run_command", "hi", redirect='<"$TTY" >"$TTY" 2>err')
+    assert screen.code() == 0 and not (tmp_path / "proof").exists() and "nobody" in strict(server.arrived(2))[-1]["content"]
+
+
+@pytest.mark.parametrize("old, content, shown", [
+    (b"a\n", "a\n", ["(no change)"]), (b"a\r\n", "a\n", ["-a\r", "+a"]), (b"a\n", "a", ["-"]), (b"a\n", "b\n", ["-a", "+b"]), (b"x\n" * 5000, "y\n" * 5000, ["-5,001 lines", "+5,001 lines"]),
+])
+def test_what_a_write_would_change_is_never_shown_as_nothing(box, old, content, shown):
+    open("f", "wb").write(old)
+    assert set(shown) <= set(box("y").preview("write_file", {"path": "f", "content": content})[1])
+
+
+@pytest.mark.parametrize("name, arguments", [("write_file", {"path": "x", "content": []}), ("write_file", {"path": "x", "content": 0}), ("run_command", {"command": {}}),
+                                             ("run_command", {"command": False}), ("read_file", {"path": []}), ("list_files", {"path": 0})])
+def test_arguments_of_another_type_are_told_also_where_they_are_empty(box, name, arguments):
+    ok, output = use(box("y"), name, **arguments)
+    assert not ok and "must be text" in output and not os.path.exists("x")
+
+
+def test_the_values_that_a_schema_allows_are_all_that_a_command_gets(box):
+    commands = mm.check_commands({"paint": {"parameters": {"properties": {"c": {"enum": ["red", "blue"]}}}, "command": ["echo", "{c}"]}}, "commands")
+    assert use(box("y", commands), "paint", c="red")[0] and use(box("y", commands), "paint", c="green") == (False, 'paint: c must be one of ["red", "blue"].')
+
+
+@pytest.mark.parametrize("command, token", [
+    ({"comand": ["df"]}, "did you mean command?"), ({"command": ["df"], "timeout": 5}, "timeout"), ({"command": ["{a}"], "parameters": {"properties": {"a": {}}}}, "command"),
+    ({"command": ["df", "{path}"], "parameters": {"path": {"type": "string"}}}, "parameters"),
+])
+def test_a_command_that_is_misspelt_is_told_at_load(command, token):
+    assert token in fault(mm.check_commands, {"look": command}, "commands").message
+
+
+def test_a_misspelt_tool_is_told_beside_all_as_well(run_mm, serve):
+    result = run_mm(*at(serve(stream(OK))), "-t", "all,reed_file", "hi")
+    assert result.code == 2 and "did you mean read_file?" in result.err
+
+
+def test_a_deleted_working_directory_is_no_reason_not_to_answer(serve, start_mm, tmp_path):
+    server, gone = serve(calls("run_command", command="echo x"), stream(OK)), tmp_path / "gone"
+    gone.mkdir()
+    process = subprocess.Popen(["sh", "-c", 'cd "$1" && rmdir "$1" && shift && exec "$@"', "sh", str(gone), sys.executable, os.path.join(HERE, "mm.py"), *at(server), "--no-save", "-y", "-t", "all", "hi"],
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (0, b"ok\n") and b"fault" not in err
+
+
+def test_a_command_ends_with_the_terminal(serve, terminal, tmp_path):
+    os.mkfifo(tmp_path / "f")
+    server = serve(calls("run_command", command="(echo x; exec sleep 30) > f"), stream(OK))
+    screen = terminal(*at(server), "-y", "-t", "run_command", "hi")
+    with open(tmp_path / "f", "rb") as pipe:
+        assert pipe.read(2) == b"x\n"
+        screen.process.send_signal(signal.SIGHUP)
+        assert pipe.read() == b""  # ends when the last process that holds it does
+    assert screen.code() == 128 + signal.SIGHUP
+
+
 # ======================================================================================================================
-# 9. A turn that survives
+# 9. The conversation
 # ======================================================================================================================
 
-LIST = dict(index=0, id="a", name="list_files", arguments="{}")
+def test_a_turn_ends_with_done_and_its_fields_are_in_order(serve):
+    end = sse({"choices": [], "usage": USAGE, "timings": {"prompt_n": 3}})
+    events = ask(talk(serve(stream(chunk(reasoning="hm") + chunk("o") + chunk("k") + STOP + end))))
+    assert kinds(events) == ["reasoning", "answer", "answer", "done"]
+    done = events[-1]
+    assert list(done) == ["type", *mm.EVENTS["done"]]
+    expected = {"finish_reason": "stop", "provider": "server", "model": "m", "usage": USAGE, "timings": {"prompt_n": 3}}
+    assert expected.items() <= done.items()
+    assert list(done["seconds"]) == ["first_token", "thinking", "answer", "total"]
+
+
+def test_questions_and_answers_go_back_without_the_thinking(serve):
+    server = serve(stream(chunk(reasoning="hm") + OK))
+    conversation = talk(server, system="be kind")
+    ask(conversation, "one")
+    ask(conversation, "two")
+    assert server.arrived(2).body["messages"] == [
+        {"role": "system", "content": "be kind"}, user("one"), assistant("ok"), user("two")]
+
+
+def test_a_tool_call_is_told_and_refused_and_the_model_goes_on(serve):
+    server = serve(stream(chunk("Let me look. ") + look(index=0, id="a", arguments='{"q":"red"}') + STOP), stream(OK))
+    events = ask(talk(server))
+    assert kinds(events) == ["answer", "tool_call", "tool_result", "answer", "done"]
+    assert events[1] == {"type": "tool_call", "id": "a", "name": "look", "arguments": {"q": "red"}}
+    assert not events[2]["ok"] and "look" in events[2]["output"]
+    messages = server.arrived(2).body["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["content"] == "Let me look. " and messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"] == "a"
+
+
+@pytest.mark.parametrize("broken", ['{"q": "re', "[1, 2]", '{"q": "a"} {"q"'])
+def test_a_call_with_broken_arguments_does_not_poison_the_history(serve, broken):
+    server = serve(stream(look(index=0, id="a", arguments=broken) + CALLED), stream(OK))
+    conversation = talk(server)
+    events = ask(conversation) + ask(conversation, "again")
+    assert kinds(events) == ["tool_result", "answer", "done", "answer", "done"] and not events[0]["ok"]
+    for post in server.posts[1:]:
+        assert post.body["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{}"
+        assert post.body["messages"][2]["role"] == "tool" and post.body["messages"][2]["content"]
+
+
+def test_a_call_that_the_token_limit_cut_is_not_run(serve):
+    server = serve(stream(look(index=0, id="a", arguments="{}") + CUT))
+    events = ask(talk(server))
+    assert kinds(events) == ["notice", "done"] and "max_tokens" in events[0]["message"] and len(server.posts) == 1
+
+
+def test_a_turn_of_calls_alone_stops_at_its_limit(serve):
+    server = serve(stream(look(index=0, id="a", arguments="{}") + CALLED))
+    events = ask(talk(server, maxSteps=3))
+    assert error(events)[0] == "steps" and "--max-steps" in error(events)[1] and len(server.posts) == 3
+
+
+CUTS = {
+    "a tidy close": stream(HALF), "a reset": stream(HALF, 0.1, "reset"), "a chunk missing": chunked(HALF)[:-1],
+    "a length not reached": [HEAD + b"Content-Length: 999\r\n\r\n" + HALF], "an error event": stream(HALF + sse({"error": "slot lost"})),
+    "a chunk of no size": [HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n" + HALF],
+    "headers alone": [HEAD + b"Transfer-Encoding: chunked\r\n\r\n"], "no bytes": [b""], "another protocol": [b"SSH-2.0-X\r\n"],
+    "an empty body": reply(200),
+}
+
+
+@pytest.mark.parametrize("script", CUTS.values(), ids=CUTS)
+def test_a_stream_that_breaks_is_asked_for_once_more(serve, script):
+    server = serve(script, stream(chunk("The whole.") + STOP))
+    conversation = talk(server)
+    events = ask(conversation)
+    assert kinds(events)[-3:] == ["retry", "answer", "done"] and error(events) is None
+    assert conversation.history == [user("hi"), assistant("The whole.")]
+    assert len(server.posts) == 2 and server.posts[0].body == server.posts[1].body
+
+
+@pytest.mark.parametrize("script", CUTS.values(), ids=CUTS)
+def test_a_stream_that_breaks_twice_ends_the_turn_and_keeps_the_text(serve, script):
+    server = serve(script, script, stream(OK))
+    conversation = talk(server)
+    events = ask(conversation)
+    assert error(events)[0] in ("interrupted", "protocol", "server") and "start" not in error(events)[1]
+    assert len(server.posts) == 2 and kinds(events)[-1] == "done"
+    ask(conversation, "go on")
+    roles = server.roles(3)
+    assert roles == (["user", "assistant", "user"] if "half" in text(events) else ["user"])
+
+
+@pytest.mark.parametrize("first, restartable, retries, asked", [
+    (stream(HALF), True, 1, 2), (stream(HALF), True, 0, 1), (stream(HALF), True, 3, 4),
+    (stream(HALF), False, 1, 1), (stream(chunk(reasoning="half")), False, 1, 2),
+    (stream(chunk("whole") + STOP + sse({"error": "late"})), True, 1, 1),
+])
+def test_how_often_a_broken_stream_is_asked_for(serve, first, restartable, retries, asked):
+    server = serve(first)
+    assert error(ask(talk(server, restartable=restartable, retries=retries)))
+    assert len(server.posts) == asked
+
+
+@pytest.mark.parametrize("refusal, asked, kind", [
+    (reply(503, {"error": {"message": "Loading model"}}, Retry_After=0), 3, None),
+    (reply(429, {"error": "slow down"}, Retry_After=0), 2, "rate_limited"),
+    (reply(429, {"error": "slow down"}, Retry_After=3600), 1, "rate_limited"), (reply(502, Retry_After=0), 2, "server"),
+    (reply(504, Retry_After=0), 2, "server"), (reply(500, {"error": {"message": "compute failed"}}), 1, "server"),
+    (reply(400, {"error": "bad temperature"}), 1, "server"), (reply(401), 1, "auth"), (reply(404), 1, "not_found"),
+])
+def test_a_refusal_is_tried_again_only_where_that_can_help(serve, refusal, asked, kind):
+    server = serve(refusal, refusal, stream(OK))
+    events = ask(talk(server, "llamacpp"))
+    assert (len(server.posts), error(events) and error(events)[0]) == (asked, kind)
+
+
+def test_a_retry_after_is_waited_for(serve):
+    server = serve(reply(429, {"error": "slow down"}, Retry_After=1), stream(OK))
+    waited = [event["seconds"] for event in talk(server).ask("hi") if event["type"] == "waiting"]
+    assert len(server.posts) == 2 and max(waited) > 0.7
+
+
+def test_a_model_that_never_finishes_loading_is_given_up_in_time(serve):
+    server = serve([0.1, *reply(503, {"error": {"message": "Loading model"}}, Retry_After=0)])
+    events = ask(talk(server, firstTokenTimeout=0.4))
+    assert "Loading model" in error(events)[1] and kinds(events).count("retry") == 1 and len(server.posts) > 2
+
+
+@pytest.mark.parametrize("refusal", [
+    reply(400, {"object": "error", "message": "unknown field: stream_options", "code": 400}),
+    reply(422, {"detail": [{"loc": ["body", "stream_options"], "msg": "not permitted"}]}),
+])
+def test_an_optional_field_that_is_refused_is_left_out_from_then_on(serve, refusal):
+    server = serve(refusal, stream(OK))
+    conversation = talk(server, "vllm")
+    assert text(ask(conversation) + ask(conversation)) == "okok"
+    assert ["stream_options" in post.body for post in server.posts] == [True, False, False]
+
+
+def test_several_optional_fields_can_be_refused_one_after_the_other(serve):
+    refusals = [reply(400, {"error": f"unknown field: {name}"}) for name in ("stream_options", "return_progress")]
+    server = serve(*refusals, stream(OK))
+    assert text(ask(talk(server, "llamacpp"))) == "ok"
+    assert not {"stream_options", "return_progress"} & set(server.arrived(3).body)
+
+
+def test_a_think_switch_that_is_refused_is_left_out_and_told(serve):
+    server = serve(reply(400, {"error": {"message": '"m" does not support thinking'}}), stream(OK))
+    events = ask(talk(server, "ollama", think=True))
+    assert kinds(events) == ["notice", "answer", "done"] and "reasoning_effort" in events[0]["message"]
+    assert ["reasoning_effort" in post.body for post in server.posts] == [True, False]
+
+
+@pytest.mark.parametrize("body, kind, tokens", [
+    (chunk(reasoning="a") + chunk(reasoning="b") + CUT, "notice", ["2 tokens", "max_tokens", "--no-think"]),
+    (chunk(reasoning="a") + CUT + usage(completion_tokens_details={"reasoning_tokens": 1812}), "notice", ["1,812 tokens"]),
+    (CUT, "notice", ["max_tokens"]), (chunk(reasoning="a") + STOP, "error", ["1 token", "--no-think"]),
+    (chunk(" \n") + STOP, "error", ["no answer"]), (STOP, "error", ["no answer"]),
+    (OK.replace(b'"stop"', b'"length"'), "notice", ["cut", "max_tokens"]),
+    (OK.replace(b'"stop"', b'"content_filter"'), "notice", ["cut", "filter"]),
+])
+def test_an_empty_or_cut_answer_is_explained(serve, body, kind, tokens):
+    server = serve(stream(body), stream(OK))
+    conversation = talk(server)
+    said = [event for event in ask(conversation) if event["type"] in ("notice", "error")]
+    assert [event["type"] for event in said] == [kind] and all(token in said[0]["message"] for token in tokens), said
+    ask(conversation, "again")
+    assert server.roles(2) == (["user"] if b'"ok"' not in body else ["user", "assistant", "user"])
+
+
+def test_a_prompt_that_the_server_cut_without_a_word_is_noticed(serve):
+    server = serve(stream(chunk("ok") + STOP + usage(prompt_tokens=150) + DONE))
+    conversation = talk(server)
+    assert kinds(ask(conversation, "word " * 200)) == ["answer", "done"]
+    notice = ask(conversation, "word " * 9000)[-2]
+    assert notice["type"] == "notice" and "150" in notice["message"]
+
+
+def test_what_broke_off_stays_and_roles_alternate_after_it(serve):
+    server = serve(reply(500, {"error": "no"}), stream(chunk(reasoning="hm") + chunk("Point 1.")), stream(OK))
+    conversation = talk(server, retries=0)
+    for question in ("one", "two", "three"):
+        ask(conversation, question)
+    assert server.arrived(3).body["messages"] == [user("one\n\ntwo"), assistant("Point 1."), user("three")]
+
+
+def test_two_conversations_at_once_do_not_mix(serve):
+    first, second = threading.Event(), threading.Event()
+    scripts = stream(chunk("a"), first, chunk("a") + STOP), stream(chunk("b"), second, chunk("b") + STOP)
+    turns = [talk(serve(script)).ask("hi") for script in scripts]
+    for turn in turns:
+        while next(turn)["type"] != "answer":
+            pass
+    second.set()
+    first.set()
+    assert [text(turn) for turn in turns] == ["a", "b"]
+
+
 SECOND = dict(index=1, id="b", name="list_files", arguments='{"path": "."}')
 BREAKS = {  # name: (scripts of the first turn, how many calls ran, the error's kind)
     "a call that is broken": ([stream(call(**{**LIST, "arguments": '{"path": "x'}) + CALLED), stream(OK)], 0, None),
@@ -2949,13 +2618,6 @@ def test_a_loop_of_calls_ends_with_a_line_and_exit_code_1(serve, run_mm, option,
     assert (result.code, len(server.posts)) == (1, steps) and "--max-steps" in result.err.splitlines()[-1]
 
 
-# -- Ctrl-C while it thinks
-
-def thinking(*then):
-    said = [{"role": "assistant", "content": None}, {"reasoning_content": "hm"}]
-    return stream(*[sse({"id": "chatcmpl-7", "model": "m", "choices": [{"index": 0, "delta": delta}]}) for delta in said], *then)
-
-
 def test_ctrl_c_ends_the_thinking_and_a_second_one_stops_the_answer(serve, terminal):
     ended = threading.Event()
     server = serve(thinking(ended, chunk("The answer"), "hang"), reply(200, {"success": True}), stream(OK))
@@ -3004,14 +2666,214 @@ def test_without_a_terminal_ctrl_c_stops_at_once(serve, start_mm):
     assert process.wait(PATIENCE) == 130 and len(server.posts) == 1
 
 
+@pytest.mark.parametrize("provider, pages, window", [  # the kinds that test_the_probe_finds_the_context_that_is_served does not have
+    ("", {"/v1/models": {"data": [{"id": "m", "meta": {"n_ctx": 1024}}]}}, 1024), ("", {"/v1/models": {"data": [{"id": "m", "max_model_len": 512}]}}, 512),
+    ("llamacpp", {"/v1/models": {"data": [{"id": "m", "meta": None}]}, "/props?model=m&autoload=false": {"default_generation_settings": {"n_ctx": 2048}}}, 2048),
+    ("dmr", {"/engines/_configure?model=m": [{"Model": "ai/m", "Config": {"context-size": 4096}}], "/engines/v1/models": {"data": [{"id": "ai/m"}]}}, 4096),
+    ("lmstudio", {"/api/v1/models": {"models": [{"key": "m", "loaded_instances": [{"config": {"context_length": 8000}}]}]}}, 8000),
+    ("lmstudio", {"/api/v1/models": {"models": [{"key": "m", "loaded_instances": []}]}}, 0), ("llamacpp", {"/v1/models": {"data": [{"id": "m", "meta": {"n_ctx": "1024"}}]}}, 0),
+])
+def test_the_window_is_what_the_server_tells_of_it(tell, provider, pages, window):
+    server = tell(stream(OK), pages=pages)
+    conversation = mm.Conversation(backend_of(provider, server.root + ("/engines/v1" if provider == "dmr" else "/v1")), settings_of())
+    assert conversation.find_window() == window
+
+
+def test_a_window_that_is_told_only_once_the_model_is_loaded_is_found_later_and_one_of_the_config_counts(tell):
+    unloaded, loaded = {"models": []}, {"models": [{"name": "m", "context_length": 1000}]}
+    server = tell(counted(100), counted(900), stream(chunk("the summary") + STOP), stream(OK), pages={"/api/ps": (unloaded, loaded)})
+    conversation = agent(server, provider="ollama")
+    conversation.find_window()
+    ask(conversation, "one")
+    ask(conversation, "two")
+    ask(conversation, "three")
+    assert len(server.posts) == 4 and "the summary" in strict(server.posts[3])[0]["content"]
+    looks = len(server.gets)
+    assert agent(server, contextWindow=777).find_window() == 777 and len(server.gets) == looks
+
+
+@pytest.mark.parametrize("values, used, compacted", [
+    ({"contextWindow": 1000}, 850, True), ({"contextWindow": 1000}, 750, False), ({"contextWindow": 1000, "compactAt": 0.5}, 550, True),
+    ({"contextWindow": 1000, "compactAt": 0.5}, 450, False), ({"contextWindow": 1000, "compactAt": 0}, 5000, False), ({"contextWindow": 0}, 5000, False),
+    ({"contextWindow": 1000, "compactAt": 1}, 950, False), ({"contextWindow": 1000}, (2600,), False), ({"contextWindow": 1000}, (3800,), True),
+])
+def test_a_conversation_is_summed_up_once_it_fills_its_part_of_the_window_where_four_characters_are_a_token_if_nothing_is_counted(serve, values, used, compacted):
+    counts = isinstance(used, int)  # else the length of the question, and the server counts nothing
+    server, recorded = serve(counted(used - 10, 10) if counts else stream(OK), stream(chunk("the summary") + STOP), stream(OK)), []
+    conversation = agent(server, record=recorded.append, system="be kind", **values)
+    ask(conversation, "the old one" + ("" if counts else "x" * used[0]))
+    events = ask(conversation, "the new one")
+    assert len(server.posts) == 2 + compacted and ("notice" in kinds(events)) == compacted
+    messages = strict(server.posts[-1])
+    assert ("the old one" in str(messages)) != compacted and messages[0]["content"] == "be kind" and messages[-1]["content"].endswith("the new one")
+    assert sum("history" in item for item in recorded) == compacted and ("the summary" in str(messages)) == compacted
+
+
+@pytest.mark.parametrize("provider, fields", [
+    ("llamacpp", {"chat_template_kwargs": {"enable_thinking": False}}), ("ollama", {"reasoning_effort": "none"}), ("deepseek", {"thinking": {"type": "disabled"}}),
+    ("vllm", {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}), ("openrouter", {"reasoning": {"enabled": False}}), ("", {}),
+])
+def test_a_summary_is_asked_for_without_thinking_tools_and_options_and_its_thinking_is_not_shown(serve, box, provider, fields):
+    server = serve(counted(900), stream(chunk(reasoning="secret"), chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server, box(), provider, contextWindow=1000, think=True, system="be kind", sampling={"max_tokens": 5})
+    ask(conversation, "one")
+    events = ask(conversation, "two")
+    body = server.arrived(2).body
+    message, = body["messages"]
+    assert fields.items() <= body.items() and message["role"] == "user" and "one" in message["content"] and not {"tools", "max_tokens"} & set(body)
+    assert text(events, "reasoning") == "" and text(events) == "ok" and "secret" not in str(strict(server.arrived(3)))
+
+
+def test_a_server_that_refuses_the_switch_is_asked_for_the_summary_without_it(serve):
+    server = serve(counted(900), reply(400, {"error": {"message": '"m" does not support thinking'}}), stream(chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server, provider="ollama", contextWindow=1000)
+    ask(conversation, "one")
+    assert text(ask(conversation, "two")) == "ok"
+    assert "reasoning_effort" not in server.arrived(3).body and "the summary" in str(strict(server.arrived(4)))
+
+
+OVERFLOW = reply(400, {"error": {"code": 400, "message": "request (9001 tokens) exceeds the available context size (8192 tokens), try increasing it",
+                                 "type": "exceed_context_size_error", "n_prompt_tokens": 9001, "n_ctx": 8192}})
+
+
+@pytest.mark.parametrize("scripts", [
+    [stream(STOP)], [stream(chunk("  \n") + STOP)], [stream(chunk("cut of") + chunk(finish="length"))], [stream(chunk(reasoning="I should") + chunk(finish="length"))],
+    [stream(chunk(reasoning="I should") + STOP)], [stream(chunk("the us") + sse({"error": {"message": "slot was released"}}))] * 2, [stream(chunk("half"))] * 2,
+    [reply(500, {"error": "compute"})], [OVERFLOW] * 2, [stream(call(**LIST) + CALLED)],
+], ids=["empty", "blank", "cut", "only thinking, cut", "only thinking", "an error", "a cut stream", "a refusal", "too big", "a call"])
+def test_a_summary_that_is_none_changes_nothing_and_the_turn_goes_on(serve, box, scripts):
+    server, recorded = serve(counted(900), *scripts, stream(chunk("fine") + STOP)), []
+    conversation = agent(server, box(), record=recorded.append, contextWindow=1000)
+    ask(conversation, "one")
+    events = ask(conversation, "two")
+    assert text(events) == "fine" and error(events) is None and len([event for event in events if event["type"] == "notice"]) >= 1
+    assert conversation.history == [user("one"), assistant("ok"), user("two"), assistant("fine")] == recorded
+    assert strict(server.arrived(2 + len(scripts))) == [user("one"), assistant("ok"), user("two")]
+
+
+def test_what_is_to_be_said_while_a_summary_is_made_is_said(serve):
+    server = serve(counted(900), stream(chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server, contextWindow=1000)
+    ask(conversation, "one")
+    conversation.record = lambda item: conversation.notices.append("the disk is full")
+    assert [event["message"] for event in ask(conversation, "two") if event["type"] == "notice"].count("the disk is full") == 3
+
+
+def test_ctrl_c_in_a_summary_changes_nothing(serve):
+    server = serve(counted(900), stream(chunk("the sum"), "hang"), stream(OK))
+    conversation = agent(server, contextWindow=1000)
+    ask(conversation, "one")
+    events = []
+    for event in conversation.ask("two"):
+        events.append(event)
+        if len(server.posts) == 2 and not conversation.stopped:
+            conversation.interrupt()
+    assert error(events)[0] == "cancelled" and conversation.history == [user("one"), assistant("ok"), user("two")]
+
+
+@pytest.mark.parametrize("at_step", range(1, 8))
+def test_a_cut_never_parts_a_call_from_its_result(serve, box, at_step):
+    """Three tool turns, each of two calls of the model; the context is full after one of them."""
+    def used(step):
+        return sse({"choices": [], "usage": {"prompt_tokens": 900 if step == at_step else 100, "completion_tokens": 1}})
+    steps = [stream(chunk("look") + call(**LIST) + call(**SECOND) + CALLED[:-len(DONE)] + used(step) + DONE) if step % 2 else stream(chunk(f"answer {step}") + STOP + used(step))
+             for step in range(1, 7)]
+    summary = [stream(chunk("the summary") + STOP)] if 2 < at_step < 6 else []
+    if at_step == 6:
+        summary, steps = [], [*steps, stream(chunk("the summary") + STOP)]
+    elif at_step == 2:
+        summary = [stream(chunk("the summary") + STOP)]
+    server = serve(*steps[:at_step], *summary, *steps[at_step:], stream(chunk("fine") + STOP))
+    conversation = agent(server, box(), contextWindow=1000, system="be kind")
+    for question in ("one", "two", "three", "four"):
+        assert error(ask(conversation, question)) is None
+    bodies = [strict(post) for post in server.posts]
+    assert bodies[-1][-1]["content"].endswith("four") and ("the summary" in str(bodies[-1])) == (2 <= at_step <= 6)
+    assert all("(empty)" in str(body) for body in bodies[-1:] if at_step < 6)
+
+
+def test_an_overflow_is_answered_by_one_compaction(serve):
+    server = serve(stream(chunk("a long answer " * 50) + STOP), OVERFLOW, stream(chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server)
+    ask(conversation, "one")
+    events = ask(conversation, "two")
+    assert text(events) == "ok" and error(events) is None and len(server.posts) == 4
+    assert len(str(strict(server.posts[3]))) < len(str(strict(server.posts[1]))) and strict(server.posts[3])[-1]["content"].endswith("two")
+
+
+@pytest.mark.parametrize("values, turns, most", [({}, 2, 4), ({}, 1, 1), ({"compactAt": 0}, 2, 1), ({"contextWindow": 8192}, 2, 4)])
+def test_an_overflow_that_stays_says_the_two_numbers_after_few_requests_and_keeps_everything(serve, values, turns, most):
+    server, recorded = serve(*[stream(OK)] * (turns - 1), OVERFLOW), []
+    conversation = agent(server, record=recorded.append, **values)
+    for number in range(turns):
+        events = ask(conversation, f"question {number} " + "word " * 2000)
+    kind, message = error(events)
+    assert kind == "overflow" and "9,001" in message and "8,192" in message and len(server.posts) - (turns - 1) <= most
+    assert len(conversation.history) == 2 * turns - 1 and not any("history" in item for item in recorded)
+
+
+def test_in_one_long_turn_old_results_make_room(serve, box):
+    (box, ) = (box("y"),)
+    big = [calls("run_command", str(number), command=f"echo result-{number}; seq 2000") for number in range(5)]
+    server = serve(*big, OVERFLOW, stream(OK))
+    events = ask(agent(server, box))
+    assert text(events) == "ok"
+    before, after = strict(server.posts[5]), strict(server.posts[6])
+    assert len(str(after)) < len(str(before)) / 2 and [m["role"] for m in after] == [m["role"] for m in before] and "result-4" in str(after)
+
+
+def test_a_summary_that_would_itself_be_too_big_is_cut_to_fit_newest_first(serve):
+    server = serve(stream(chunk("the summary") + STOP), stream(OK))
+    conversation = agent(server, contextWindow=2000)
+    for number in range(20):
+        conversation.history += [user(f"question-{number} " + "word " * 300), assistant("", {"id": "a", "name": "look", "arguments": {"q": "z" * 3000}, "raw": ""}),
+                                 tool("a", "result " * 3000), assistant(f"answer-{number}")]
+    events = ask(conversation, "two")
+    asked = server.arrived().body["messages"][0]["content"]
+    assert len(asked) < 2000 * 3.5 and "question-19" in asked and "answer-19" in asked
+    assert text(events) == "ok" and len(server.posts) == 2 and ("question-0 " in asked or any("left out" in event.get("message", "") for event in events))
+
+
+def test_a_window_that_nobody_knows_is_no_reason_to_leave_anything_out_of_a_summary(serve):
+    server = serve(stream(chunk("the summary") + STOP))
+    conversation = agent(server)
+    conversation.history += [user("first " + "a" * 1000), assistant("second " + "b" * 1000), user("third " + "c" * 1000), assistant("fourth " + "d" * 1000)]
+    list(conversation.compact(everything=True))
+    asked = server.arrived().body["messages"][0]["content"]
+    assert [word for word in ("first", "second", "third", "fourth") if word not in asked] == [] and "[…]" not in asked
+
+
+def test_a_summary_is_not_summed_up_again_at_every_step_of_a_turn(serve, box):
+    (box, ) = (box("y"),)
+    step = [calls("run_command", str(number), command="seq 300") for number in range(4)]
+    server = serve(counted(900), stream(chunk("the summary") + STOP), *step, stream(OK))
+    conversation = agent(server, box, contextWindow=1000)
+    ask(conversation, "one")
+    summaries = []
+    real = conversation.summary
+    conversation.summary = lambda messages: summaries.append(messages) or real(messages)
+    ask(conversation, "two")
+    assert len(summaries) == 1
+
+
+def test_a_compacted_conversation_is_resumed_as_it_was_and_is_not_said_to_be_cut(serve, run_mm, folder):
+    server = serve(stream(OK), stream(chunk("the summary") + STOP), stream(OK))
+    run_mm(*at(server), "-i", stdin="one\n/compact\n")
+    result = run_mm("-c", "two")
+    asked, = strict(server.arrived(3))
+    assert "the summary" in asked["content"] and asked["content"].endswith("two") and "cut off" not in result.err
+
+
+def test_a_summary_longer_than_what_it_sums_up_changes_nothing(serve):
+    conversation = agent(serve(stream(chunk("long " * 2000) + STOP)))
+    conversation.history += [user("one"), assistant("two")]
+    before = list(conversation.history)
+    assert list(conversation.compact(everything=True))[-1]["type"] == "notice" and conversation.history == before
+
+
 # ======================================================================================================================
 # 10. Sessions
 # ======================================================================================================================
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path / ".local/state/mm/sessions"
-
 
 def stored(folder):
     """The messages in the one session file, as they lie there, and its path."""
@@ -3251,10 +3113,480 @@ def test_sessions_lists_each_with_its_first_question(serve, run_mm, folder):
     assert strict(server.arrived(3)) == [user("an old\nquestion"), assistant("ok"), user("more")]
 
 
-# -- commands of the REPL
+def test_a_history_that_is_replaced_leaves_what_another_process_said(session):
+    about, history, _ = mm.load_session(session)
+    first, second = (mm.Session(about, pytest.fail, session) for _ in range(2))
+    first.record(user("from the first"))
+    second.record(user("from the second"))
+    first.record({"history": [user("a summary")]})
+    assert [m["content"] for m in mm.load_session(session)[1]][-2:] == ["from the first", "from the second"]
+    assert first.path != session and mm.load_session(first.path)[1] == [user("a summary")]
 
-def said(result):
-    return result.out + result.err
+
+@pytest.mark.parametrize("odd", ["link", "folder", "pipe"])
+def test_what_is_no_session_hides_none(session, odd):
+    path = os.path.join(os.path.dirname(session), "99999999.jsonl")
+    {"link": lambda: os.symlink("/nonexistent", path), "folder": lambda: os.mkdir(path), "pipe": lambda: os.mkfifo(path)}[odd]()
+    assert [found for _, found, _ in mm.list_sessions()] == [session] and mm.find_session("") == session
+
+
+def test_a_session_keeps_its_system_prompt_and_its_provider_s_own_model_elsewhere(serve, run_mm, tmp_path):
+    server, other = serve(stream(OK)), serve(stream(OK))
+    (tmp_path / "c.yaml").write_text(f"providers: {{two: {{url: '{other.url}', model: its-own}}}}")
+    run_mm(*at(server), "-s", "be kind", "1")
+    run_mm("-c", "2")
+    run_mm("--config", "c.yaml", "-c", "-p", "two", "3")
+    run_mm("--config", "c.yaml", "-c", "4")
+    assert [post.body["messages"][0]["content"] for post in server.posts] == ["be kind"] * 2
+    assert [post.body["model"] for post in other.posts] == ["its-own"] * 2
+
+
+def test_nothing_is_kept_of_a_conversation_that_is_not_saved(serve, terminal, tmp_path):
+    screen = terminal(*at(serve(stream(OK))), "--no-save")
+    screen.prompt()
+    screen.send("a secret\r")
+    screen.expect("ok")
+    screen.prompt()
+    screen.send("/bye\r")
+    assert screen.code() == 0 and not [path for path in tmp_path.rglob("*") if path.is_file() and b"a secret" in path.read_bytes()]
+
+
+# ======================================================================================================================
+# 11. Display
+# ======================================================================================================================
+
+@pytest.mark.parametrize("options, err", [([], "hm so\n"), (["-R"], ""), (["-q"], "hm so\n"), (["-q", "--hide-thinking"], "")])
+def test_a_pipe_gets_the_answer_alone_and_stderr_the_thinking_as_plain_text(serve, run_mm, options, err):
+    result = run_mm(*at(serve(THOUGHT)), *options, "hi")
+    assert (result.code, result.out, result.err) == (0, "The answer.\n", err)
+
+
+@pytest.mark.parametrize("answer, out", [("a\n\nb\n", "a\n\nb\n"), ("  a  ", "  a  \n"), ("\x1b[31mred\x07\r\n", "\x1b[31mred\x07\r\n")])
+def test_a_pipe_gets_the_text_as_it_is_and_a_newline_at_its_end(serve, run_mm, answer, out):
+    assert run_mm(*at(serve(stream(chunk(answer) + STOP))), "hi").raw == out.encode()
+
+
+def test_a_pipe_never_gets_a_second_beginning(serve, run_mm):
+    result = run_mm(*at(serve(stream(HALF), stream(OK))), "hi")
+    assert (result.code, result.out) == (1, "half\n") and result.err
+
+
+def test_json_events_are_one_object_a_line(serve, run_mm):
+    result = run_mm(*at(serve(THOUGHT)), "--json", "hi")
+    assert result.events[:-1] == [{"type": "reasoning", "text": "hm "}, {"type": "reasoning", "text": "so"},
+                                  {"type": "answer", "text": "The "}, {"type": "answer", "text": "answer."}]
+    assert result.events[-1]["type"] == "done" and result.err == ""
+    assert kinds(run_mm(*at(serve(THOUGHT)), "--json", "-R", "hi").events) == ["answer", "answer", "done"]
+
+
+def test_json_tells_errors_as_events_too(serve, run_mm):
+    result = run_mm(*at(serve(reply(401))), "--json", "hi")
+    assert (result.code, kinds(result.events), result.events[0]["kind"]) == (1, ["error", "done"], "auth")
+    result = run_mm("--json", "--retries", "x", "hi")
+    assert (result.code, [event["kind"] for event in result.events]) == (2, ["config"])
+
+
+def test_a_terminal_shows_thinking_and_then_the_answer(serve, terminal):
+    screen = terminal(*at(serve(THOUGHT)), "hi")
+    assert screen.code() == 0
+    assert plain(screen.shown) == "💭 hm so\r\n🤖 The answer.\r\n"
+    assert "\x1b[2;3mhm \x1b[0m" in screen.shown and screen.shown.endswith("The answer.\r\n")
+
+
+def test_thinking_that_resumes_after_text_gets_a_block_of_its_own(serve, terminal):
+    script = stream(chunk(reasoning="a\n\n"), chunk("\n\nb\n"), chunk(reasoning="c"), chunk("d") + STOP)
+    screen = terminal(*at(serve(script)), "hi", env={"NO_COLOR": "1"})
+    screen.code()
+    assert screen.shown == "💭 a\r\n🤖 b\r\n💭 c\r\n🤖 d\r\n"
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_color_and_a_dumb_terminal_mean_no_styling(serve, terminal, env):
+    screen = terminal(*at(serve(THOUGHT, reply(401))), "hi", env=env)
+    assert screen.code() == 0 and screen.shown == "💭 hm so\r\n🤖 The answer.\r\n"
+    assert "\x1b" not in terminal("--retries", "x", "hi", env=env).expect("retries")
+
+
+def progress(processed):
+    return sse({"choices": [{"delta": {"content": None}}], "prompt_progress": {"total": 210, "cache": 10, "processed": processed}})
+
+
+@pytest.mark.parametrize("options, steps, status", [
+    ([], [progress(10), progress(92)], "reading the prompt 41 %"), ([], [], "1 s"), (["-R"], [chunk(reasoning="secret")] * 2, "thinking"),
+])
+def test_the_status_line_tells_what_is_waited_for_and_is_wiped(serve, terminal, options, steps, status):
+    on = threading.Event()
+    screen = terminal(*at(serve(stream(*steps, on, progress(210), OK))), *options, "hi")
+    screen.expect(status)
+    on.set()
+    assert screen.code() == 0 and "secret" not in screen.shown and plain(screen.shown).endswith("\r\x1b[K🤖 ok\r\n")
+
+
+@pytest.mark.parametrize("args", [["-q"], []])
+def test_quiet_and_a_pipe_get_no_status_line(serve, terminal, args):
+    server = serve(stream(progress(10), progress(92), 0.1, OK))
+    screen = terminal(*at(server), *args, "hi", redirect='<"$TTY" >"$TTY" 2>' + ("&1" if args else "err"))
+    screen.code()
+    assert screen.shown == "🤖 ok\r\n"
+
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x1b]52;c;ZXZpbA==\x1b\\\x9b31m\x9d0;x\x9c\x08\x08\x7f\x00over\rwrite\ttab"
+
+
+def obeyed(shown):
+    """What a terminal would have obeyed in this output, beside mm's own styles and its wiping of the status line."""
+    shown = re.sub(r"\x1b\[(0|2|31|2;3)m|\r\x1b\[K|\r\n", "", shown)
+    return re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+
+
+@pytest.mark.parametrize("script", [
+    stream(chunk(reasoning=EVIL), chunk(EVIL) + STOP), stream(*[chunk(character) for character in EVIL], STOP),
+    stream(chunk(EVIL) + sse({"error": {"message": EVIL}})), reply(400, {"error": {"message": EVIL}}), reply(404, EVIL.encode()),
+    stream(call(index=0, id=EVIL, name=EVIL, arguments=json.dumps({"q": EVIL})) + STOP),
+    reply(200, b"<html><title>" + EVIL.encode() + b"</title>"), reply(302, Location="/\x9b31m"),
+], ids=["text", "split", "an error in the stream", "a refusal", "a plain refusal", "a tool call", "a page", "a redirect"])
+def test_a_terminal_obeys_nothing_that_a_server_sends(serve, terminal, script):
+    screen = terminal(*at(serve(script)), "--max-steps", "1", "--retries", "0", "hi")
+    screen.code()
+    assert obeyed(screen.shown) == [] and len(screen.shown) > 5
+
+
+def test_a_terminal_obeys_nothing_in_a_model_s_name(serve, terminal):
+    server = serve(stream(OK), models=[EVIL + "m", "n"])
+    for args in (["--models"], ["hi"]):
+        screen = terminal("--url", server.url, *args)
+        screen.code()
+        assert obeyed(screen.shown) == [] and "tab" in screen.shown
+
+
+@pytest.mark.parametrize("env, expected", [
+    ({"PYTHONIOENCODING": "ascii"}, b"caf? ? done\n"), ({"PYTHONIOENCODING": "latin-1"}, b"caf\xe9 ? done\n"),
+    ({"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "café 🎉 done\n".encode()),
+    ({"LC_ALL": "C", "LANG": "C"}, "café 🎉 done\n".encode()),
+])
+def test_output_never_raises_for_a_character(serve, run_mm, env, expected):
+    server = serve(stream(chunk(reasoning="🎉"), chunk("café "), chunk("🎉 done") + STOP))
+    result = run_mm(*at(server), "na\u00efve – ✓", env=env)
+    assert (result.code, result.raw) == (0, expected)
+    assert server.arrived().body["messages"] == [user("na\u00efve – ✓")]
+    assert text(run_mm(*at(server), "--json", "hi", env=env).events) == "café 🎉 done"
+
+
+def test_a_closed_pipe_ends_mm_quietly(serve, start_mm):
+    server = serve(stream(chunk("first\n"), (chunk("more\n") * 50, 0.01)))
+    process = start_mm(*at(server), "hi")
+    assert process.stdout.readline() == b"first\n"
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(PATIENCE) in (0, 1, 141)
+    server.gone()
+
+
+@pytest.mark.parametrize("number, code, body", [(signal.SIGINT, 130, chunk("x" * 1000) * 300), (signal.SIGTERM, 143, chunk(reasoning="x" * 1000) * 300)])
+def test_a_signal_ends_mm_though_nobody_reads_what_it_writes(serve, start_mm, number, code, body):
+    server = serve(stream(body, "hang"))
+    process = start_mm("--watchdog", "0", *at(server), "hi")
+    server.arrived()
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.7)  # a write counts as stuck after half a second
+        process.send_signal(number)
+    assert process.returncode == code
+
+
+def test_a_signal_that_was_ignored_before_stays_ignored(serve, start_mm):
+    ended = threading.Event()
+    server = serve(stream(chunk("one"), ended, OK))
+    process = start_mm(*at(server), "hi", prelude="trap '' INT HUP;")
+    assert os.read(process.stdout.fileno(), 3) == b"one"
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGHUP)
+    ended.set()
+    assert process.communicate(timeout=PATIENCE)[0] == b"ok\n" and process.returncode == 0
+
+
+@pytest.mark.parametrize("redirect", [">&-", ">&- 2>&-", "<&-"])
+def test_closed_streams_are_no_fault(serve, run_mm, redirect):
+    result = run_mm(*at(serve(stream(OK))), "hi", redirect=redirect)
+    assert (result.code, result.err) == (0, "") and result.out == ("ok\n" if redirect == "<&-" else "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_full_disk_is_one_line(serve, run_mm, option):
+    result = run_mm(*at(serve(stream(OK))), *option, "hi", redirect=">/dev/full")
+    assert result.code == 1 and result.err.count("\n") == 1 and "No space" in result.err
+
+
+def test_stats_are_a_line_after_the_answer(serve, run_mm):
+    figures = usage(prompt_tokens=3412, completion_tokens=90, prompt_tokens_details={"cached_tokens": 3390})
+    result = run_mm(*at(serve(stream(chunk("ok") + STOP + figures))), "--stats", "hi")
+    assert result.out == "ok\n" and all(figure in result.err for figure in ("3,412", "3,390", "90 tok")) and "\x1b" not in result.err
+
+
+def a_done(tokens=(812, 90), spent=(38.2, 4.1), **rows):
+    """A `done` with a timeline of these rows."""
+    line = mm.Timeline()
+    for kind, row in rows.items():
+        line.rows[kind][:len(row)] = row
+    details = {"prompt_tokens": 3412, "completion_tokens": sum(tokens), "prompt_tokens_details": {"cached_tokens": 3390}}
+    return {"usage": details, "timings": None, "tokens": tokens, "timeline": line,
+            "seconds": {"first_token": 0.4, "thinking": spent[0], "answer": spent[1], "total": 42.8}}
+
+
+def test_figures_show_thinking_and_answer_apart_with_their_tokens_over_time():
+    line = mm.figures(a_done(prompt=[1000, 2000], reasoning=[0, 0, 1, 2, 8], answer=[0, 0, 0, 0, 0, 4, 4]))
+    assert re.fullmatch(r"💭 38.2 s · 812 tok · 21 tok/s ▁▂█ 🤖 4.1 s · 90 tok · 22 tok/s ▄▄ · prompt 3,412 tok, 3,390 from cache ▄█"
+                        r" · first token after 0.4 s · 42.8 s in all", line)
+    assert mm.figures(a_done((0, 90), (0.0, 4.1), call=[3, 3])).startswith("🤖 4.1 s · 90 tok · 22 tok/s █")
+
+
+@pytest.mark.parametrize("columns", [24, 40, 79, 200])
+def test_figures_fit_into_a_narrow_terminal(columns):
+    lines = mm.figures(a_done(reasoning=[3] * 50, answer=[0] * 50 + [5] * 14), columns).split("\n")
+    parts = ["💭 38.2 s · 812 tok · 21 tok/s", "prompt 3,412 tok, 3,390 from cache", "42.8 s in all"]
+    assert all(any(part in line for line in lines) for part in parts)  # a figure is not cut in two
+    assert all(len(line) + sum(char in "💭🤖" for char in line) <= max(columns, 35) for line in lines)
+    assert columns < 200 or len(lines) < 3
+
+
+def test_the_timeline_keeps_every_token_however_long_it_takes():
+    line = mm.Timeline()
+    for second in (0, 1, 2, 3, 100, 100, 5000):
+        line.add("reasoning", 1, line.started + second)
+    line.add("held", 2, line.started + 5000)
+    line.settle("reasoning")
+    row = line.rows["reasoning"]
+    assert sum(row) == 9 and len(row) == mm.Timeline.SPANS and row[0] == 6 and row[int(5000 / line.span)] == 3
+
+
+def test_ctrl_c_in_one_shot_gives_130_and_leaves_the_terminal_as_it_was(serve, terminal):
+    server = serve(stream(HALF, "hang"))
+    screen = terminal(*at(server), "hi")
+    screen.expect("half")
+    screen.send("\x03")
+    assert screen.code() == 130 and "Traceback" not in screen.shown and plain(screen.shown).endswith("\r\n")
+    assert termios.tcgetattr(screen.slave) == screen.attributes
+    server.gone()
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("script", [["hang"], stream(HALF, "hang")], ids=["waiting", "answering"])
+def test_a_signal_ends_a_run_without_a_traceback(serve, start_mm, script, number, code):
+    server = serve(script)
+    process = start_mm(*at(server), "--json", "hi")
+    server.arrived()
+    if len(script) > 1:
+        process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code and b"Traceback" not in err
+    server.gone()
+
+
+def test_what_is_said_before_a_call_and_after_it_is_not_glued_in_a_pipe(serve, run_mm):
+    first = stream(chunk("Let me look.") + call(index=0, id="a", name="list_files", arguments="{}") + CALLED)
+    assert run_mm(*at(serve(first, stream(chunk("It is empty.") + STOP))), "-t", "list_files", "hi").out == "Let me look.\nIt is empty.\n"
+
+
+# ======================================================================================================================
+# 12. The REPL
+# ======================================================================================================================
+
+@pytest.fixture
+def repl(serve, terminal):
+    """A REPL at its first prompt; -> (server, terminal)."""
+    def start(*scripts, args=(), **how):
+        server = serve(*scripts, models=["m", "n"])
+        screen = terminal(*at(server), *args, **how)
+        screen.prompt()
+        return server, screen
+    return start
+
+
+def test_a_conversation_goes_back_to_the_model_and_ends_at_ctrl_d(repl, tmp_path):
+    history = tmp_path / ".local/state/mm/history"
+    history.parent.mkdir(parents=True)
+    history.write_text("before\n")
+    history.chmod(0o644)
+    server, screen = repl(THOUGHT)
+    assert plain(screen.shown).endswith("\n> ") and "m" not in screen.shown.rpartition("\n")[2]  # no colours: readline counts them
+    for word in ("one", "two"):
+        screen.send(word + "\r")
+        screen.expect("The answer.")
+        screen.prompt()
+    assert server.arrived(2).body["messages"] == [user("one"), assistant("The answer."), user("two")]
+    screen.send("\x04")
+    assert screen.code() == 0 and termios.tcgetattr(screen.slave) == screen.attributes
+    assert history.read_text().split("\n") == ["before", "one", "two", ""]
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("command", ["/bye", "/exit", "/quit"])
+def test_a_command_leaves(run_mm, serve, command):
+    server = serve(stream(OK))
+    result = run_mm(*at(server), "-i", stdin=f"one\n{command}\ntwo\n")
+    assert result.code == 0 and question(server) == "one" and len(server.posts) == 1
+
+
+@pytest.mark.parametrize("script, marks", [
+    (["hang"], []), (stream("hang"), []), (stream(chunk(reasoning="hm"), "hang"), ["hm"]),
+    (stream(chunk(reasoning="hm"), HALF, "hang"), ["hm", "half"]),
+], ids=["before the headers", "before a token", "thinking", "answering"])
+def test_ctrl_c_stops_the_answer_and_the_prompt_comes_back(repl, script, marks):
+    server, screen = repl(script, script, stream(OK))
+    for number, word in ((1, "one"), (2, "two")):
+        screen.send(word + "\r")
+        server.arrived(number)
+        for mark in marks:
+            screen.expect(mark)
+        screen.send("\x03")
+        screen.prompt()
+        server.gone(number)
+    screen.send("three\r")
+    screen.expect("ok")
+    partial = [assistant("half")] if "half" in marks else []
+    expected = [user("one"), *partial, user("two"), *partial, user("three")] if partial else [user("one\n\ntwo\n\nthree")]
+    assert server.arrived(3).body["messages"] == expected
+
+
+def test_ctrl_c_twice_and_at_the_empty_prompt_does_not_leave(repl):
+    server, screen = repl(stream(HALF, "hang"), stream(OK))
+    screen.send("one\r")
+    screen.expect("half")
+    screen.send("\x03\x03")
+    screen.prompt()
+    for _ in range(2):
+        screen.send("\x03")
+        screen.prompt()
+    screen.send("half typed\x03")
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+    assert question(server, 2) == "two"
+
+
+@pytest.mark.parametrize("keys, asked", [
+    (['"""first', "  second", "", 'last"""'], "first\n  second\n\nlast"), (['"""', "first", '"""'], "first"),
+    (["first\\", "second\\", "third"], "first\nsecond\nthird"), (["\x1b[200~first\nsecond\n\nlast\x1b[201~"], "first\nsecond\n\nlast"),
+    (["na\u00efve ✓ 🎉"], "na\u00efve ✓ 🎉"), ([" /help me"], "/help me"), (["x" * 5000 + "END"], "x" * 5000 + "END"),
+], ids=["a block", "a block, its quotes alone", "backslashes", "a bracketed paste", "UTF-8", "a space and a command", "a long line"])
+def test_what_is_typed_is_one_question(repl, keys, asked):
+    server, screen = repl(stream(OK))
+    for line in keys[:-1]:
+        screen.send(line + "\r")
+        screen.expect(". ")
+    screen.send(keys[-1] + "\r")
+    screen.expect("ok")
+    assert question(server).strip() == asked and len(server.posts) == 1
+
+
+@pytest.mark.parametrize("how", [{"env": {"TERM": "dumb"}}, {"redirect": '<"$TTY" >out 2>"$TTY"'}], ids=["dumb", "stdout is a file"])
+@pytest.mark.parametrize("keys, asked", [("first\nsecond\n\nlast\n", "first\nsecond\n\nlast"), (b"caf\xe9\nend\n", "caf\ufffd\nend")])
+def test_pasted_lines_are_one_question_without_bracketed_paste(serve, terminal, how, keys, asked):
+    server = serve(stream(OK))
+    screen = terminal(*at(server), "-i", "first", **how)
+    server.arrived()
+    screen.take(0.3)
+    screen.send(keys)
+    assert question(server, 2) == asked or "env" in how and question(server, 2) == asked.replace("\ufffd", "")  # readline drops it
+
+
+def test_a_line_that_the_terminal_would_cut_is_whole_or_warned_about_where_it_is_seen(serve, terminal):
+    server = serve(stream(OK))
+    screen = terminal(*at(server), "-i", redirect='<"$TTY" >out 2>"$TTY"')
+    screen.take(0.5)
+    screen.send("x" * 5000 + "END\n")
+    if not question(server).endswith("END"):
+        screen.expect("4,095")
+
+
+@pytest.mark.parametrize("lines, expected", [
+    (["/model n", "hi"], [("n", [user("hi")])]), (["one", "/clear", "two"], [("m", [user("one")]), ("m", [user("two")])]),
+    (["/system be kind", "one", "/system -", "two"],
+     [("m", [{"role": "system", "content": "be kind"}, user("one")]), ("m", [user("one"), assistant("ok"), user("two")])]),
+    (["/clearly wrong", "hi"], [("m", [user("hi")])]),
+    (["/usr/bin/python fails, why?", "", "  "], [("m", [user("/usr/bin/python fails, why?")])]),
+])
+def test_commands_change_what_is_asked(serve, run_mm, lines, expected):
+    server = serve(stream(OK))
+    assert run_mm(*at(server), "-i", stdin="\n".join(lines) + "\n").code == 0
+    assert [(post.body["model"], post.body["messages"]) for post in server.posts] == expected
+
+
+@pytest.mark.parametrize("state, sent", [("on", {"enable_thinking": True}), ("off", {"enable_thinking": False}), ("auto", None)])
+def test_think_switches_the_thinking(serve, run_mm, state, sent):
+    server = serve(stream(OK))
+    run_mm("-p", "llamacpp", *at(server), "--think", "-i", stdin=f"/think {state}\nhi\n")
+    assert server.arrived().body.get("chat_template_kwargs") == sent
+
+
+@pytest.mark.parametrize("lines, tokens", [
+    (["/help"], ["/clear", "/model", "/models", "/think", "/show", "/system", "/stats", "/bye"]), (["/?"], ["/clear", "/stats"]),
+    (["/models"], ["* m", "  n"]), (["/model"], ["m"]), (["/system"], ["none"]),
+    (["/stats", "hi", "/stats"], ["nothing", "s in all"]), (["/think maybe"], ["on, off"]), (["/nonsense"], ["/nonsense", "/help"]),
+])
+def test_commands_say(serve, run_mm, lines, tokens):
+    result = run_mm(*at(serve(stream(OK), models=["m", "n"])), "-i", stdin="\n".join(lines) + "\n")
+    places = [result.err.find(token) for token in tokens]
+    assert -1 not in places and places == sorted(places) and result.out == "ok\n" * lines.count("hi")
+
+
+def test_show_hides_and_shows_the_thinking(repl):
+    server, screen = repl(THOUGHT)
+    for command, seen in (("/show off", False), ("/show on", True)):
+        screen.send(command + "\r")
+        screen.prompt()
+        screen.send("hi\r")
+        assert ("hm" in screen.expect("The answer.")) == seen
+        screen.prompt()
+
+
+def test_ctrl_c_hit_in_haste_does_not_end_a_conversation_that_began_with_a_question(serve, terminal):
+    screen = terminal(*at(serve(stream(HALF, "hang"), stream(OK))), "-i", "one")
+    screen.expect("half")
+    for _ in range(3):
+        screen.process.send_signal(signal.SIGINT)
+        time.sleep(0.002)
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+
+
+def test_a_line_without_end_in_a_pipe_is_an_error(run_mm):
+    result = run_mm("--url", "http://127.0.0.1:1", "-m", "m", "-i", stdin=b"x" * (mm.MOST_TEXT + 1000))
+    assert result.code == 2 and "MiB" in result.err
+
+
+def test_the_repl_goes_on_after_an_error_and_starts_with_the_question_of_i(serve, terminal):
+    server = serve(reply(500, {"error": "slot lost"}), stream(OK))
+    screen = terminal(*at(server), "-i", "one")
+    screen.expect("slot lost")
+    screen.prompt()
+    screen.send("two\r")
+    screen.expect("ok")
+    assert server.arrived(2).body["messages"] == [user("one\n\ntwo")]
+
+
+def test_a_history_file_that_cannot_be_written_or_read_is_no_fault(repl, tmp_path):
+    (tmp_path / ".local").write_text("a file where a folder should be")
+    server, screen = repl(stream(OK))
+    screen.send("hi\r")
+    screen.expect("ok")
+    screen.prompt()
+    screen.send("\x04")
+    assert screen.code() == 0 and "Traceback" not in screen.shown
+
+
+@pytest.mark.parametrize("answering", [False, True])
+def test_sigterm_leaves_the_terminal_as_it_was(repl, answering):
+    server, screen = repl(stream(HALF, "hang"))
+    if answering:
+        screen.send("hi\r")
+        screen.expect("half")
+    screen.process.terminate()
+    assert screen.code() == 143 and termios.tcgetattr(screen.slave) == screen.attributes
+    assert "Traceback" not in screen.shown
 
 
 def test_retry_asks_the_last_question_again_and_the_session_holds_it_once(serve, run_mm, folder):
@@ -3300,310 +3632,6 @@ def test_stats_and_compact_show_the_window_and_how_full_it_is(serve, run_mm, tmp
     assert len(summary.body["messages"]) == 1 and len(after) == 1 and "the summary" in after[0]["content"] and after[0]["content"].endswith("two")
 
 
-# ======================================================================================================================
-# 9. The context
-# ======================================================================================================================
-
-@pytest.mark.parametrize("provider, pages, window", [  # the kinds that test_the_probe_finds_the_context_that_is_served does not have
-    ("", {"/v1/models": {"data": [{"id": "m", "meta": {"n_ctx": 1024}}]}}, 1024), ("", {"/v1/models": {"data": [{"id": "m", "max_model_len": 512}]}}, 512),
-    ("llamacpp", {"/v1/models": {"data": [{"id": "m", "meta": None}]}, "/props?model=m&autoload=false": {"default_generation_settings": {"n_ctx": 2048}}}, 2048),
-    ("dmr", {"/engines/_configure?model=m": [{"Model": "ai/m", "Config": {"context-size": 4096}}], "/engines/v1/models": {"data": [{"id": "ai/m"}]}}, 4096),
-    ("lmstudio", {"/api/v1/models": {"models": [{"key": "m", "loaded_instances": [{"config": {"context_length": 8000}}]}]}}, 8000),
-    ("lmstudio", {"/api/v1/models": {"models": [{"key": "m", "loaded_instances": []}]}}, 0), ("llamacpp", {"/v1/models": {"data": [{"id": "m", "meta": {"n_ctx": "1024"}}]}}, 0),
-])
-def test_the_window_is_what_the_server_tells_of_it(tell, provider, pages, window):
-    server = tell(stream(OK), pages=pages)
-    conversation = mm.Conversation(backend_of(provider, server.root + ("/engines/v1" if provider == "dmr" else "/v1")), settings_of())
-    assert conversation.find_window() == window
-
-
-def test_a_window_that_is_told_only_once_the_model_is_loaded_is_found_later_and_one_of_the_config_counts(tell):
-    unloaded, loaded = {"models": []}, {"models": [{"name": "m", "context_length": 1000}]}
-    server = tell(counted(100), counted(900), stream(chunk("the summary") + STOP), stream(OK), pages={"/api/ps": (unloaded, loaded)})
-    conversation = agent(server, provider="ollama")
-    conversation.find_window()
-    ask(conversation, "one")
-    ask(conversation, "two")
-    ask(conversation, "three")
-    assert len(server.posts) == 4 and "the summary" in strict(server.posts[3])[0]["content"]
-    looks = len(server.gets)
-    assert agent(server, contextWindow=777).find_window() == 777 and len(server.gets) == looks
-
-
-@pytest.mark.parametrize("values, used, compacted", [
-    ({"contextWindow": 1000}, 850, True), ({"contextWindow": 1000}, 750, False), ({"contextWindow": 1000, "compactAt": 0.5}, 550, True),
-    ({"contextWindow": 1000, "compactAt": 0.5}, 450, False), ({"contextWindow": 1000, "compactAt": 0}, 5000, False), ({"contextWindow": 0}, 5000, False),
-    ({"contextWindow": 1000, "compactAt": 1}, 950, False), ({"contextWindow": 1000}, (2600,), False), ({"contextWindow": 1000}, (3800,), True),
-])
-def test_a_conversation_is_summed_up_once_it_fills_its_part_of_the_window_where_four_characters_are_a_token_if_nothing_is_counted(serve, values, used, compacted):
-    counts = isinstance(used, int)  # else the length of the question, and the server counts nothing
-    server, recorded = serve(counted(used - 10, 10) if counts else stream(OK), stream(chunk("the summary") + STOP), stream(OK)), []
-    conversation = agent(server, record=recorded.append, system="be kind", **values)
-    ask(conversation, "the old one" + ("" if counts else "x" * used[0]))
-    events = ask(conversation, "the new one")
-    assert len(server.posts) == 2 + compacted and ("notice" in kinds(events)) == compacted
-    messages = strict(server.posts[-1])
-    assert ("the old one" in str(messages)) != compacted and messages[0]["content"] == "be kind" and messages[-1]["content"].endswith("the new one")
-    assert sum("history" in item for item in recorded) == compacted and ("the summary" in str(messages)) == compacted
-
-
-@pytest.mark.parametrize("provider, fields", [
-    ("llamacpp", {"chat_template_kwargs": {"enable_thinking": False}}), ("ollama", {"reasoning_effort": "none"}), ("deepseek", {"thinking": {"type": "disabled"}}),
-    ("vllm", {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}), ("openrouter", {"reasoning": {"enabled": False}}), ("", {}),
-])
-def test_a_summary_is_asked_for_without_thinking_tools_and_options_and_its_thinking_is_not_shown(serve, box, provider, fields):
-    server = serve(counted(900), stream(chunk(reasoning="secret"), chunk("the summary") + STOP), stream(OK))
-    conversation = agent(server, box(), provider, contextWindow=1000, think=True, system="be kind", sampling={"max_tokens": 5})
-    ask(conversation, "one")
-    events = ask(conversation, "two")
-    body = server.arrived(2).body
-    message, = body["messages"]
-    assert fields.items() <= body.items() and message["role"] == "user" and "one" in message["content"] and not {"tools", "max_tokens"} & set(body)
-    assert text(events, "reasoning") == "" and text(events) == "ok" and "secret" not in str(strict(server.arrived(3)))
-
-
-def test_a_server_that_refuses_the_switch_is_asked_for_the_summary_without_it(serve):
-    server = serve(counted(900), reply(400, {"error": {"message": '"m" does not support thinking'}}), stream(chunk("the summary") + STOP), stream(OK))
-    conversation = agent(server, provider="ollama", contextWindow=1000)
-    ask(conversation, "one")
-    assert text(ask(conversation, "two")) == "ok"
-    assert "reasoning_effort" not in server.arrived(3).body and "the summary" in str(strict(server.arrived(4)))
-
-
-OVERFLOW = reply(400, {"error": {"code": 400, "message": "request (9001 tokens) exceeds the available context size (8192 tokens), try increasing it",
-                                 "type": "exceed_context_size_error", "n_prompt_tokens": 9001, "n_ctx": 8192}})
-
-
-@pytest.mark.parametrize("scripts", [
-    [stream(STOP)], [stream(chunk("  \n") + STOP)], [stream(chunk("cut of") + chunk(finish="length"))], [stream(chunk(reasoning="I should") + chunk(finish="length"))],
-    [stream(chunk(reasoning="I should") + STOP)], [stream(chunk("the us") + sse({"error": {"message": "slot was released"}}))] * 2, [stream(chunk("half"))] * 2,
-    [reply(500, {"error": "compute"})], [OVERFLOW] * 2, [stream(call(**LIST) + CALLED)],
-], ids=["empty", "blank", "cut", "only thinking, cut", "only thinking", "an error", "a cut stream", "a refusal", "too big", "a call"])
-def test_a_summary_that_is_none_changes_nothing_and_the_turn_goes_on(serve, box, scripts):
-    server, recorded = serve(counted(900), *scripts, stream(chunk("fine") + STOP)), []
-    conversation = agent(server, box(), record=recorded.append, contextWindow=1000)
-    ask(conversation, "one")
-    events = ask(conversation, "two")
-    assert text(events) == "fine" and error(events) is None and len([event for event in events if event["type"] == "notice"]) >= 1
-    assert conversation.history == [user("one"), assistant("ok"), user("two"), assistant("fine")] == recorded
-    assert strict(server.arrived(2 + len(scripts))) == [user("one"), assistant("ok"), user("two")]
-
-
-def test_what_is_to_be_said_while_a_summary_is_made_is_said(serve):
-    server = serve(counted(900), stream(chunk("the summary") + STOP), stream(OK))
-    conversation = agent(server, contextWindow=1000)
-    ask(conversation, "one")
-    conversation.record = lambda item: conversation.notices.append("the disk is full")
-    assert [event["message"] for event in ask(conversation, "two") if event["type"] == "notice"].count("the disk is full") == 3
-
-
-def test_ctrl_c_in_a_summary_changes_nothing(serve):
-    server = serve(counted(900), stream(chunk("the sum"), "hang"), stream(OK))
-    conversation = agent(server, contextWindow=1000)
-    ask(conversation, "one")
-    events = []
-    for event in conversation.ask("two"):
-        events.append(event)
-        if len(server.posts) == 2 and not conversation.stopped:
-            conversation.interrupt()
-    assert error(events)[0] == "cancelled" and conversation.history == [user("one"), assistant("ok"), user("two")]
-
-
-@pytest.mark.parametrize("at_step", range(1, 8))
-def test_a_cut_never_parts_a_call_from_its_result(serve, box, at_step):
-    """Three tool turns, each of two calls of the model; the context is full after one of them."""
-    def used(step):
-        return sse({"choices": [], "usage": {"prompt_tokens": 900 if step == at_step else 100, "completion_tokens": 1}})
-    steps = [stream(chunk("look") + call(**LIST) + call(**SECOND) + CALLED[:-len(DONE)] + used(step) + DONE) if step % 2 else stream(chunk(f"answer {step}") + STOP + used(step))
-             for step in range(1, 7)]
-    summary = [stream(chunk("the summary") + STOP)] if 2 < at_step < 6 else []
-    if at_step == 6:
-        summary, steps = [], [*steps, stream(chunk("the summary") + STOP)]
-    elif at_step == 2:
-        summary = [stream(chunk("the summary") + STOP)]
-    server = serve(*steps[:at_step], *summary, *steps[at_step:], stream(chunk("fine") + STOP))
-    conversation = agent(server, box(), contextWindow=1000, system="be kind")
-    for question in ("one", "two", "three", "four"):
-        assert error(ask(conversation, question)) is None
-    bodies = [strict(post) for post in server.posts]
-    assert bodies[-1][-1]["content"].endswith("four") and ("the summary" in str(bodies[-1])) == (2 <= at_step <= 6)
-    assert all("(empty)" in str(body) for body in bodies[-1:] if at_step < 6)
-
-
-def test_an_overflow_is_answered_by_one_compaction(serve):
-    server = serve(stream(chunk("a long answer " * 50) + STOP), OVERFLOW, stream(chunk("the summary") + STOP), stream(OK))
-    conversation = agent(server)
-    ask(conversation, "one")
-    events = ask(conversation, "two")
-    assert text(events) == "ok" and error(events) is None and len(server.posts) == 4
-    assert len(str(strict(server.posts[3]))) < len(str(strict(server.posts[1]))) and strict(server.posts[3])[-1]["content"].endswith("two")
-
-
-@pytest.mark.parametrize("values, turns, most", [({}, 2, 4), ({}, 1, 1), ({"compactAt": 0}, 2, 1), ({"contextWindow": 8192}, 2, 4)])
-def test_an_overflow_that_stays_says_the_two_numbers_after_few_requests_and_keeps_everything(serve, values, turns, most):
-    server, recorded = serve(*[stream(OK)] * (turns - 1), OVERFLOW), []
-    conversation = agent(server, record=recorded.append, **values)
-    for number in range(turns):
-        events = ask(conversation, f"question {number} " + "word " * 2000)
-    kind, message = error(events)
-    assert kind == "overflow" and "9,001" in message and "8,192" in message and len(server.posts) - (turns - 1) <= most
-    assert len(conversation.history) == 2 * turns - 1 and not any("history" in item for item in recorded)
-
-
-def test_in_one_long_turn_old_results_make_room(serve, box):
-    (box, ) = (box("y"),)
-    big = [calls("run_command", str(number), command=f"echo result-{number}; seq 2000") for number in range(5)]
-    server = serve(*big, OVERFLOW, stream(OK))
-    events = ask(agent(server, box))
-    assert text(events) == "ok"
-    before, after = strict(server.posts[5]), strict(server.posts[6])
-    assert len(str(after)) < len(str(before)) / 2 and [m["role"] for m in after] == [m["role"] for m in before] and "result-4" in str(after)
-
-
-def test_a_summary_that_would_itself_be_too_big_is_cut_to_fit_newest_first(serve):
-    server = serve(stream(chunk("the summary") + STOP), stream(OK))
-    conversation = agent(server, contextWindow=2000)
-    for number in range(20):
-        conversation.history += [user(f"question-{number} " + "word " * 300), assistant("", {"id": "a", "name": "look", "arguments": {"q": "z" * 3000}, "raw": ""}),
-                                 tool("a", "result " * 3000), assistant(f"answer-{number}")]
-    events = ask(conversation, "two")
-    asked = server.arrived().body["messages"][0]["content"]
-    assert len(asked) < 2000 * 3.5 and "question-19" in asked and "answer-19" in asked
-    assert text(events) == "ok" and len(server.posts) == 2 and ("question-0 " in asked or any("left out" in event.get("message", "") for event in events))
-
-
-def test_a_window_that_nobody_knows_is_no_reason_to_leave_anything_out_of_a_summary(serve):
-    server = serve(stream(chunk("the summary") + STOP))
-    conversation = agent(server)
-    conversation.history += [user("first " + "a" * 1000), assistant("second " + "b" * 1000), user("third " + "c" * 1000), assistant("fourth " + "d" * 1000)]
-    list(conversation.compact(everything=True))
-    asked = server.arrived().body["messages"][0]["content"]
-    assert [word for word in ("first", "second", "third", "fourth") if word not in asked] == [] and "[…]" not in asked
-
-
-def test_a_summary_is_not_summed_up_again_at_every_step_of_a_turn(serve, box):
-    (box, ) = (box("y"),)
-    step = [calls("run_command", str(number), command="seq 300") for number in range(4)]
-    server = serve(counted(900), stream(chunk("the summary") + STOP), *step, stream(OK))
-    conversation = agent(server, box, contextWindow=1000)
-    ask(conversation, "one")
-    summaries = []
-    real = conversation.summary
-    conversation.summary = lambda messages: summaries.append(messages) or real(messages)
-    ask(conversation, "two")
-    assert len(summaries) == 1
-
-
-def test_a_compacted_conversation_is_resumed_as_it_was_and_is_not_said_to_be_cut(serve, run_mm, folder):
-    server = serve(stream(OK), stream(chunk("the summary") + STOP), stream(OK))
-    run_mm(*at(server), "-i", stdin="one\n/compact\n")
-    result = run_mm("-c", "two")
-    asked, = strict(server.arrived(3))
-    assert "the summary" in asked["content"] and asked["content"].endswith("two") and "cut off" not in result.err
-
-
-# -- what is asked cannot be answered unseen, nor shown as something else
-
-@pytest.mark.parametrize("keys, ran", [("yarn test\rn\r", False), ("and then\rn\r", False), ("always\r", True), ("NO\r", False)])
-def test_only_a_whole_word_answers_the_question_for_permission(serve, terminal, tmp_path, keys, ran):
-    server = serve(calls("run_command", command="echo > proof"), stream(OK))
-    screen = terminal(*at(server), "-t", "run_command", "hi")
-    screen.expect("y / n / a")
-    screen.send(keys)
-    screen.expect("ok")
-    assert screen.code() == 0 and (tmp_path / "proof").exists() == ran
-
-
-def test_what_was_typed_before_the_question_is_no_answer_to_it(serve, terminal, tmp_path):
-    typed = threading.Event()
-    server = serve([*stream(chunk(reasoning="hm"))[:2], typed, call(index=0, id="a", name="run_command", arguments='{"command": "echo > proof"}') + CALLED], stream(OK))
-    screen = terminal(*at(server), "-t", "run_command", "hi")
-    screen.expect("hm")
-    screen.send("y\r")
-    typed.set()
-    screen.expect("y / n / a")
-    assert not (tmp_path / "proof").exists()
-    screen.send("n\r")
-    screen.expect("ok")
-    assert not (tmp_path / "proof").exists()
-
-
-def test_a_command_of_several_lines_cannot_look_like_another_question(serve, terminal):
-    server = serve(calls("run_command", command="rm x\n\U0001f527 run ls\u202e\rz"), stream(OK))
-    screen = terminal(*at(server), "-t", "run_command", "hi")
-    shown = screen.expect("y / n / a")
-    rows = [row for row in shown.replace("\r\n", "\n").split("\n") if "run ls" in row]
-    assert rows and all(row.startswith("   │ ") for row in rows) and "\u202e" not in shown and "<202e>" in shown and "␍" in shown
-    screen.send("n\r")
-    assert screen.code() == 0
-
-
-def test_where_the_question_could_not_be_seen_nobody_is_asked(serve, terminal, tmp_path):
-    server = serve(calls("run_command", command="echo > proof"), stream(OK))
-    screen = terminal(*at(server), "-t", "run_command", "hi", redirect='<"$TTY" >"$TTY" 2>err')
-    assert screen.code() == 0 and not (tmp_path / "proof").exists() and "nobody" in strict(server.arrived(2))[-1]["content"]
-
-
-@pytest.mark.parametrize("old, content, shown", [
-    (b"a\n", "a\n", ["(no change)"]), (b"a\r\n", "a\n", ["-a\r", "+a"]), (b"a\n", "a", ["-"]), (b"a\n", "b\n", ["-a", "+b"]), (b"x\n" * 5000, "y\n" * 5000, ["-5,001 lines", "+5,001 lines"]),
-])
-def test_what_a_write_would_change_is_never_shown_as_nothing(box, old, content, shown):
-    open("f", "wb").write(old)
-    assert set(shown) <= set(box("y").preview("write_file", {"path": "f", "content": content})[1])
-
-
-@pytest.mark.parametrize("name, arguments", [("write_file", {"path": "x", "content": []}), ("write_file", {"path": "x", "content": 0}), ("run_command", {"command": {}}),
-                                             ("run_command", {"command": False}), ("read_file", {"path": []}), ("list_files", {"path": 0})])
-def test_arguments_of_another_type_are_told_also_where_they_are_empty(box, name, arguments):
-    ok, output = use(box("y"), name, **arguments)
-    assert not ok and "must be text" in output and not os.path.exists("x")
-
-
-def test_the_values_that_a_schema_allows_are_all_that_a_command_gets(box):
-    commands = mm.check_commands({"paint": {"parameters": {"properties": {"c": {"enum": ["red", "blue"]}}}, "command": ["echo", "{c}"]}}, "commands")
-    assert use(box("y", commands), "paint", c="red")[0] and use(box("y", commands), "paint", c="green") == (False, 'paint: c must be one of ["red", "blue"].')
-
-
-@pytest.mark.parametrize("command, token", [
-    ({"comand": ["df"]}, "did you mean command?"), ({"command": ["df"], "timeout": 5}, "timeout"), ({"command": ["{a}"], "parameters": {"properties": {"a": {}}}}, "command"),
-    ({"command": ["df", "{path}"], "parameters": {"path": {"type": "string"}}}, "parameters"),
-])
-def test_a_command_that_is_misspelt_is_told_at_load(command, token):
-    assert token in fault(mm.check_commands, {"look": command}, "commands").message
-
-
-def test_a_misspelt_tool_is_told_beside_all_as_well(run_mm, serve):
-    result = run_mm(*at(serve(stream(OK))), "-t", "all,reed_file", "hi")
-    assert result.code == 2 and "did you mean read_file?" in result.err
-
-
-def test_a_deleted_working_directory_is_no_reason_not_to_answer(serve, start_mm, tmp_path):
-    server, gone = serve(calls("run_command", command="echo x"), stream(OK)), tmp_path / "gone"
-    gone.mkdir()
-    process = subprocess.Popen(["sh", "-c", 'cd "$1" && rmdir "$1" && shift && exec "$@"', "sh", str(gone), sys.executable, os.path.join(HERE, "mm.py"), *at(server), "--no-save", "-y", "-t", "all", "hi"],
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (0, b"ok\n") and b"fault" not in err
-
-
-def test_a_command_ends_with_the_terminal(serve, terminal, tmp_path):
-    os.mkfifo(tmp_path / "f")
-    server = serve(calls("run_command", command="(echo x; exec sleep 30) > f"), stream(OK))
-    screen = terminal(*at(server), "-y", "-t", "run_command", "hi")
-    with open(tmp_path / "f", "rb") as pipe:
-        assert pipe.read(2) == b"x\n"
-        screen.process.send_signal(signal.SIGHUP)
-        assert pipe.read() == b""  # ends when the last process that holds it does
-    assert screen.code() == 128 + signal.SIGHUP
-
-
-def test_what_is_said_before_a_call_and_after_it_is_not_glued_in_a_pipe(serve, run_mm):
-    first = stream(chunk("Let me look.") + call(index=0, id="a", name="list_files", arguments="{}") + CALLED)
-    assert run_mm(*at(serve(first, stream(chunk("It is empty.") + STOP))), "-t", "list_files", "hi").out == "Let me look.\nIt is empty.\n"
-
-
-# -- conversations that go on
-
 def test_ctrl_c_while_the_server_is_probed_ends_neither_mm_nor_the_question(serve, terminal):
     asked = threading.Event()
     server = serve(stream(OK))
@@ -3621,51 +3649,6 @@ def test_ctrl_c_while_the_server_is_probed_ends_neither_mm_nor_the_question(serv
     assert "one" in str(strict(server.arrived())) and "two" in str(strict(server.arrived()))
     screen.send("/bye\r")
     assert screen.code() == 0
-
-
-def test_a_history_that_is_replaced_leaves_what_another_process_said(session):
-    about, history, _ = mm.load_session(session)
-    first, second = (mm.Session(about, pytest.fail, session) for _ in range(2))
-    first.record(user("from the first"))
-    second.record(user("from the second"))
-    first.record({"history": [user("a summary")]})
-    assert [m["content"] for m in mm.load_session(session)[1]][-2:] == ["from the first", "from the second"]
-    assert first.path != session and mm.load_session(first.path)[1] == [user("a summary")]
-
-
-@pytest.mark.parametrize("odd", ["link", "folder", "pipe"])
-def test_what_is_no_session_hides_none(session, odd):
-    path = os.path.join(os.path.dirname(session), "99999999.jsonl")
-    {"link": lambda: os.symlink("/nonexistent", path), "folder": lambda: os.mkdir(path), "pipe": lambda: os.mkfifo(path)}[odd]()
-    assert [found for _, found, _ in mm.list_sessions()] == [session] and mm.find_session("") == session
-
-
-def test_a_session_keeps_its_system_prompt_and_its_provider_s_own_model_elsewhere(serve, run_mm, tmp_path):
-    server, other = serve(stream(OK)), serve(stream(OK))
-    (tmp_path / "c.yaml").write_text(f"providers: {{two: {{url: '{other.url}', model: its-own}}}}")
-    run_mm(*at(server), "-s", "be kind", "1")
-    run_mm("-c", "2")
-    run_mm("--config", "c.yaml", "-c", "-p", "two", "3")
-    run_mm("--config", "c.yaml", "-c", "4")
-    assert [post.body["messages"][0]["content"] for post in server.posts] == ["be kind"] * 2
-    assert [post.body["model"] for post in other.posts] == ["its-own"] * 2
-
-
-def test_nothing_is_kept_of_a_conversation_that_is_not_saved(serve, terminal, tmp_path):
-    screen = terminal(*at(serve(stream(OK))), "--no-save")
-    screen.prompt()
-    screen.send("a secret\r")
-    screen.expect("ok")
-    screen.prompt()
-    screen.send("/bye\r")
-    assert screen.code() == 0 and not [path for path in tmp_path.rglob("*") if path.is_file() and b"a secret" in path.read_bytes()]
-
-
-def test_a_summary_longer_than_what_it_sums_up_changes_nothing(serve):
-    conversation = agent(serve(stream(chunk("long " * 2000) + STOP)))
-    conversation.history += [user("one"), assistant("two")]
-    before = list(conversation.history)
-    assert list(conversation.compact(everything=True))[-1]["type"] == "notice" and conversation.history == before
 
 
 def test_ctrl_c_hit_in_haste_never_ends_a_conversation(serve, terminal):
@@ -3686,156 +3669,153 @@ def test_ctrl_c_hit_in_haste_never_ends_a_conversation(serve, terminal):
 
 
 # ======================================================================================================================
-# 9. Thinking that goes back
+# 13. Demo and replay
 # ======================================================================================================================
 
-def qwen(messages):
-    """A prompt as Qwen3's template makes it: of thinking, only what follows the last question."""
-    last = max(place for place, message in enumerate(messages) if message["role"] == "user")
-    return "".join(message["content"] + message.get("reasoning_content", "") * (place > last) for place, message in enumerate(messages))
+def test_the_demo_needs_no_server_and_says_that_it_is_scripted(run_mm):
+    result = run_mm("--demo", "--json", "who are you?", env={"http_proxy": "http://127.0.0.1:1"})
+    assert result.code == 0 and "who are you?" in text(result.events, "reasoning") and "script" in text(result.events)
+    assert "script" in result.events[0]["message"] and result.events[-1]["provider"] == "demo"
+    assert [event["processed"] for event in result.events if event["type"] == "progress"]
 
 
-def everything(messages):
-    return json.dumps(messages)
+def test_a_replay_of_several_streams_shows_each(run_mm, tmp_path):
+    (tmp_path / "tap").write_bytes(OK.replace(b'"ok"', b'"one "') + OK.replace(b'"ok"', b'"two"'))
+    result = run_mm("--replay", "tap")
+    assert (result.code, result.out) == (0, "one two\n")
 
 
-def nothing(messages):
-    return "".join(message["content"] for message in messages)
+@pytest.mark.parametrize("body, code", [(HALF, 1), (b"", 1), (sse({"error": "slot lost"}), 1), (OK, 0)])
+def test_a_replay_has_the_exit_code_of_its_stream(run_mm, tmp_path, body, code):
+    (tmp_path / "tap").write_bytes(body)
+    result = run_mm("--replay", "tap")
+    assert (result.code, result.err.count("\n")) == (code, code)
 
 
-LOOKED = chunk(reasoning="I look") + call(index=0, id="a", name="list_files", arguments="{}") + chunk(finish="tool_calls") + DONE
-THEN = chunk(reasoning="I see") + OK
+def test_a_replay_tells_the_figures_that_the_stream_carries_and_no_time_of_its_own(run_mm, tmp_path):
+    timings = {"prompt_n": 20, "cache_n": 5, "prompt_ms": 1500.0, "predicted_n": 40, "predicted_ms": 8000.0}
+    (tmp_path / "tap").write_bytes(chunk(reasoning="a") * 3 + chunk("ok") + STOP + sse({"choices": [], "timings": timings}) + DONE)
+    result = run_mm("--replay", "tap", "--stats")
+    assert [part in result.err for part in ("6.0 s · 30 tok · 5 tok/s", "2.0 s · 10 tok", "prompt 25 tok, 5 from cache", "9.5 s in all")] == [True] * 4
+    (tmp_path / "tap").write_bytes(OK)
+    assert " s" not in run_mm("--replay", "tap", "--stats").err
+    odd = {"prompt_ms": "1", "predicted_ms": -5, "predicted_n": True, "prompt_n": 1e308}
+    (tmp_path / "tap").write_bytes(chunk("ok") + STOP + sse({"choices": [], "timings": odd, "usage": {"completion_tokens": "x"}}) + DONE)
+    assert "1 tok" in run_mm("--replay", "tap", "--stats").err
 
 
-def thinker(server, box, provider="llamacpp", **values):
-    return agent(server, box, provider, reasoningEcho=True, compactAt=0, **values)
+def test_a_replay_separates_the_tags_of_the_provider_that_is_named(run_mm, tmp_path):
+    (tmp_path / "tap").write_bytes(chunk("hm</think>ok") + STOP + DONE)
+    (tmp_path / "c.json").write_text('{"providers": {"box": {"like": "llamacpp", "thinkTags": true}}}')
+    assert run_mm("--replay", "tap", "--config", "c.json").out == "hm</think>ok\n"
+    assert run_mm("--replay", "tap", "--config", "c.json", "-p", "box").out == "ok\n"
 
 
-def echoed(post, field="reasoning_content"):
-    return [message.get(field) for message in post.body["messages"] if message["role"] == "assistant"]
+def test_a_replay_is_paced_on_a_terminal_alone(run_mm, terminal, tmp_path):
+    (tmp_path / "tap").write_bytes(chunk("word ") * 3000 + STOP + DONE)  # a minute, for a person
+    assert run_mm("--replay", "tap").out == "word " * 3000 + "\n"
+    screen = terminal("--replay", "tap")
+    screen.expect("word word")
+    screen.send("\x03")
+    assert screen.code() == 130 and "Traceback" not in screen.shown and termios.tcgetattr(screen.slave) == screen.attributes
 
 
-@pytest.mark.parametrize("provider, field", [("llamacpp", "reasoning_content"), ("dmr", "reasoning_content"), ("lmstudio", "reasoning_content"),
-                                             ("ollama", "reasoning"), ("vllm", "reasoning"), ("openrouter", None), ("", None)])
-def test_thinking_goes_back_to_a_local_server_in_the_field_that_it_reads(serve, box, provider, field):
-    server = serve(stream(LOOKED), stream(THEN), stream(OK))
-    conversation = thinker(server, box("y"), provider)
-    ask(conversation)
-    ask(conversation, "and?")
-    fields = [sorted(set(message) & {"reasoning_content", "reasoning", "thought"}) for message in server.arrived(3).body["messages"]]
-    assert fields == [[], [field] if field else [], [], [field] if field else [], []]
-    assert [message[field] for message in server.posts[2].body["messages"] if field in message] == (["I look", "I see"] if field else [])
+# ======================================================================================================================
+# 14. The command line
+# ======================================================================================================================
+
+@pytest.mark.parametrize("words, stdin, redirect, asked", [
+    (["why", "is", "it?"], None, "", "why is it?"), (["sum up"], "line 1\nline 2\n", "", "sum up\n\nline 1\nline 2"),
+    ([], "only stdin\n", "", "only stdin"), (["hi"], "", "", "hi"), (["hi"], " \n\n", "", "hi"), (["hi"], None, "<&-", "hi"),
+    (["hi"], None, "</dev/null", "hi"), (["hi"], b"\xef\xbb\xbfcaf\xc3\xa9", "", "hi\n\ncafé"),
+    (["hi"], b"caf\xe9", "", "hi\n\ncaf\ufffd"), (["hi"], b"a\0b", "", "hi\n\na\ufffdb"),
+    (["hi"], "größe".encode("utf-16"), "", "hi\n\ngröße"), ([b"caf\xe9 \xc3\xa9"], None, "", "caf\ufffd \u00e9"),
+    (["--", "-x is what?"], None, "", "-x is what?"), (["why", "-q", "is", "it?"], None, "", "why is it?"), 
+    pytest.param([], "x" * 200000, "", "x" * 200000, id="long"),
+])
+def test_the_question_is_made_of_words_and_stdin(serve, run_mm, words, stdin, redirect, asked):
+    server = serve(stream(OK))
+    result = run_mm(*at(server), *words, stdin=stdin, redirect=redirect)
+    assert (result.code, result.out) == (0, "ok\n")
+    assert question(server) == asked
+    assert ("UTF-8" in result.err) == (isinstance(stdin, bytes) and "\ufffd" in asked)
 
 
-def test_without_the_setting_no_byte_of_a_request_is_another(serve, box):
-    bodies = []
-    for thought in (chunk(reasoning="I look"), b""):
-        server = serve(stream(thought + LOOKED.replace(chunk(reasoning="I look"), b"")), stream(OK))
-        ask(agent(server, mm.Toolbox(["list_files"]), "llamacpp"))
-        bodies.append(json.dumps(server.arrived(2).body))
-        assert not [get for get in server.gets if "template" in get.path]
-    assert bodies[0] == bodies[1] and "reasoning_content" not in bodies[0]
+def test_files_are_added_named_and_fenced(serve, run_mm, tmp_path):
+    (tmp_path / "a.txt").write_text("alpha\n")
+    (tmp_path / "b.md").write_text("```\ncode\n```\n")
+    (tmp_path / "c.bin").write_bytes(b"caf\xe9")
+    server = serve(stream(OK))
+    result = run_mm(*at(server), "-f", "a.txt", "--file", "b.md", "-f", "c.bin", "compare", stdin="piped")
+    asked = question(server)
+    parts = ["compare", "a.txt", "alpha", "b.md", "````\n```\ncode\n```\n````", "c.bin", "caf\ufffd", "piped"]
+    places = [asked.index(part) for part in parts]
+    assert places == sorted(places) and "c.bin" in result.err
 
 
-@pytest.mark.parametrize("render, sent", [(everything, [["I look"], ["I look", "I see"]]), (qwen, [["I look"], [None, None]]),
-                                          (nothing, [[None], [None, None]]), (None, [["I look"], ["I look", "I see"]])])
-def test_the_template_decides_which_thinking_is_sent_and_counted(serve, box, render, sent):
-    def played(thought, more):
-        return stream(thought.replace(DONE, b"") + usage(prompt_tokens=100, completion_tokens=50, completion_tokens_details={"reasoning_tokens": 40}) + more)
-    server = serve(played(LOOKED, DONE), played(THEN, DONE), stream(OK))
-    server.render = render
-    conversation = thinker(server, box("y"))
-    turn = conversation.ask("hi")
-    for event in turn:
-        if event["type"] == "tool_result":
-            size = conversation.size()  # 100 of the prompt, 10 of the call, some of the result; 40 of the thinking
-    assert (150 <= size < 190) == (sent[0] != [None]) and 110 <= size < 190
-    ask(conversation, "and?")
-    assert [echoed(server.arrived(number)) for number in (2, 3)] == sent
-    assert len([get for get in server.gets if get.path == "/apply-template"]) == 1
+def test_no_question_at_all_is_wrong_usage(serve, run_mm):
+    server = serve(stream(OK))
+    for stdin in ("", "\n"):
+        result = run_mm(*at(server), stdin=stdin)
+        assert (result.code, result.err.count("\n"), len(server.posts)) == (2, 1, 0)
 
 
-def test_where_a_server_cannot_render_its_props_tell_what_it_keeps(tell):
-    for kept, told in ((True, "all"), (False, ""), (None, "")):
-        server = tell(pages={}) if kept is None else tell(stream(OK), pages={"/props?model=m&autoload=false": {
-            "chat_template_caps": {"supports_preserve_reasoning": kept}}})
-        assert mm.thoughts_rendered(backend_of("llamacpp", server.url), []) == told
-    assert mm.thoughts_rendered(backend_of("ollama"), []) == ""
+def test_the_system_prompt_is_sent_and_an_empty_one_unsets_the_config_s(serve, run_mm, tmp_path):
+    (tmp_path / "c.yaml").write_text("system: from the file\n")
+    server = serve(stream(OK))
+    for option in ([], ["-s", "be kind"], ["-s", ""]):
+        run_mm("--config", "c.yaml", *at(server), *option, "--no-save", "--max-steps", "3", "hi")
+    assert [post.body["messages"][:-1] for post in server.posts] == [
+        [{"role": "system", "content": "from the file"}], [{"role": "system", "content": "be kind"}], []]
 
 
-def test_thinking_goes_to_the_model_that_made_it_alone(serve, box):
-    other = OK.replace(b'"m"', b'"n"')
-    server = serve(stream(THEN), stream(OK), stream(other), stream(other), stream(OK))
-    conversation = thinker(server, box())
-    ask(conversation)
-    conversation.backend.model = "other"
-    ask(conversation)
-    assert echoed(server.arrived(2)) == [None]
-    conversation.backend.model = "m"
-    ask(conversation)
-    assert echoed(server.arrived(3)) == ["I see", None]
-    ask(conversation)  # behind that name is another model now
-    assert echoed(server.arrived(4)) == [None, None, None]
+def test_blank_variables_are_the_same_as_none(serve, run_mm):
+    blank = dict.fromkeys("MM_PROVIDER MM_MODEL MM_API_KEY MM_CONFIG XDG_CONFIG_HOME XDG_STATE_HOME http_proxy HOME".split(), "")
+    server = serve(stream(OK))
+    result = run_mm("hi", env={**blank, "MM_BASE_URL": f" {server.url} "})
+    assert (result.code, result.out) == (0, "ok\n") and "authorization" not in server.arrived().headers
 
 
-def test_what_mm_itself_parted_from_the_answer_does_not_go_back(serve, box):
-    server = serve(stream(chunk("<think>hm</think>ok") + STOP), stream(OK))
-    conversation = thinker(server, box())
-    conversation.backend.entry["thinkTags"] = True
-    conversation = mm.Conversation(conversation.backend, conversation.settings)
-    assert text(ask(conversation), "reasoning") == "hm"
-    ask(conversation)
-    assert echoed(server.arrived(2)) == [None]
+def test_check_says_what_would_be_used_and_whether_it_answers(serve, run_mm, tmp_path):
+    (tmp_path / "c.yaml").write_text("model: n\n")
+    server = serve(models=["m", "n"])
+    result = run_mm("--check", "--url", server.url, "--config", "c.yaml")
+    assert result.code == 0 and not server.posts
+    assert all(token in result.out for token in (server.url, "n", "2 models", "c.yaml", "MM_API_KEY"))
+    server.close()
+    result = run_mm("--check", "--url", server.url, "-m", "zzz")
+    assert result.code == 1 and server.url in result.out and "zzz" in result.out
 
 
-def test_no_message_goes_back_with_thinking_alone(serve, box):
-    server = serve(stream(chunk(reasoning="hm") + STOP), stream(OK))
-    conversation = thinker(server, box())
-    ask(conversation)
-    ask(conversation, "again")
-    assert [message["role"] for message in server.arrived(2).body["messages"]] == ["user"]
+def test_models_lists_the_server_s_models(serve, run_mm):
+    server = serve(models=["m", "n"])
+    result = run_mm("--models", "--url", server.url)
+    assert (result.code, result.out) == (0, "m\nn\n")
+    server.close()
+    result = run_mm("--models", "--url", server.url)
+    assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
 
 
-REFUSED = "Cannot pass both content and thinking in an assistant message with tool calls!"
+@pytest.mark.parametrize("script, code", [
+    (stream(OK), 0), (reply(500), 1), (stream(HALF), 1), (stream(STOP), 1), (stream(chunk(reasoning="a") + CUT), 1),
+    (stream(chunk("cut") + CUT), 0),
+])
+def test_the_exit_code_says_whether_there_is_an_answer(serve, run_mm, script, code):
+    result = run_mm(*at(serve(script)), "--retries", "0", "hi")
+    assert result.code == code and (code == 0 or result.err.count("\n") >= 1)
 
 
-@pytest.mark.parametrize("status, words, again", [(500, REFUSED, True), (400, "template error: reasoning_content", True),
-                                                  (500, "Failed to parse input at pos 3: thinking", False), (500, "out of memory", False)])
-def test_a_template_that_refuses_thinking_gets_none_from_then_on(serve, box, status, words, again):
-    refusal = reply(status, {"error": {"message": words}})
-    server = serve(stream(LOOKED), refusal, stream(THEN), stream(OK))
-    conversation = thinker(server, box("y"))
-    events = ask(conversation)
-    if not again:
-        assert kinds(events)[-2:] == ["error", "done"] and len(server.posts) == 2
-        return
-    assert text(events) == "ok" and kinds(events).count("notice") == 1
-    assert "notice" not in kinds(ask(conversation, "and?"))
-    assert [echoed(server.arrived(number)) for number in (2, 3, 4)] == [["I look"], [None], [None, None]]
+def test_limits_of_the_command_line_reach_the_watchdog(serve, run_mm):
+    result = run_mm(*at(serve(stream(chunk("a"), "hang"))), "--watchdog", "0.3", "--json", "hi")
+    assert (result.code, kinds(result.events), result.events[1]["kind"]) == (1, ["answer", "error", "done"], "stalled")
+    assert run_mm(*at(serve(["hang"])), "--first-token", "0.3", "--json", "hi").events[0]["kind"] == "stalled"
 
 
-def test_an_overflow_first_takes_the_thinking_out_then_sums_up_then_says_the_two_numbers(serve, box):
-    full = reply(400, {"error": {"message": "too long", "type": "exceed_context_size_error", "n_prompt_tokens": 1823, "n_ctx": 1024}})
-    summary = stream(chunk("all was well") + STOP)
-    server = serve(stream(THEN), full, full, summary, full)
-    conversation = thinker(server, box())
-    conversation.settings.values["compactAt"] = 0.8
-    ask(conversation)
-    events = ask(conversation, "and?")
-    assert [echoed(post) for post in server.posts] == [[], ["I see"], [None], [], []]
-    assert "all was well" in json.dumps(server.posts[4].body) and "I see" not in json.dumps(server.posts[3].body)
-    assert error(events)[0] == "overflow" and "1,823" in error(events)[1] and "1,024" in error(events)[1] and len(server.posts) == 5
+def test_help_and_version_tell_of_what_works(run_mm):
+    result = run_mm("--help")
+    assert result.code == 0 and all(option in result.out for option in ("--provider", "--replay", "--check", "llamacpp", "130"))
+    assert run_mm("--version").out.split() == ["mm", mm.__version__]
 
-
-def test_a_saved_session_does_not_hold_the_thinking(serve, run_mm, tmp_path):
-    server = serve(stream(THEN), stream(OK), stream(OK))
-    (tmp_path / "c.yaml").write_text("reasoningEcho: true")
-    result = run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-i", stdin="hi\nand?\n")
-    assert result.code == 0 and echoed(server.arrived(2)) == ["I see"]
-    saved = b"".join(path.read_bytes() for path in (tmp_path / ".local/state/mm/sessions").iterdir())
-    assert b"and?" in saved and b"I see" not in saved and b"thought" not in saved
-    run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-c", "more")
-    assert echoed(server.arrived(3)) == [None, None]
 
 # ======================================================================================================================
 # Proof: every fault at every point, in every view (make matrix); mangled streams (make fuzz); long runs (make endurance)
