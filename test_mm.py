@@ -3811,10 +3811,85 @@ def test_limits_of_the_command_line_reach_the_watchdog(serve, run_mm):
     assert run_mm(*at(serve(["hang"])), "--first-token", "0.3", "--json", "hi").events[0]["kind"] == "stalled"
 
 
-def test_help_and_version_tell_of_what_works(run_mm):
-    result = run_mm("--help")
-    assert result.code == 0 and all(option in result.out for option in ("--provider", "--replay", "--check", "llamacpp", "130"))
+def test_the_version_is_told(run_mm):
     assert run_mm("--version").out.split() == ["mm", mm.__version__]
+
+
+def document(name):
+    return pathlib.Path(HERE, name).read_text(encoding="utf-8")
+
+
+def table(title):
+    """The rows of the first table of README.md below a heading, as lists of cells."""
+    rows = document("README.md").split(f"# {title}\n")[1].split("\n|---")[1].split("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
+
+
+def words(text):
+    """What stands in backticks."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_every_option_is_in_the_help_and_in_the_readme_and_no_other(run_mm):
+    known = {option for action in mm.parser()._actions for option in action.option_strings}
+    shown = {word.split()[0] for word in words(document("README.md").split("## Settings")[1].split("### Exit")[0]) if word[0] == "-"}
+    helped = set(re.findall(r"(?m)(?<![\w-])--?[a-zA-Z][a-z-]*", run_mm("--help").out.split("options:")[-1]))
+    longest = {max(action.option_strings, key=len) for action in mm.parser()._actions if action.option_strings}
+    assert shown <= known and {option for option in known if len(option) == 2 or option in longest} <= helped
+    told = {max(action.option_strings, key=len) for action in mm.parser()._actions if shown & set(action.option_strings)}
+    assert longest - told == {"--help"}
+
+
+def test_every_setting_stands_with_its_option_variable_and_default_in_the_readme():
+    rows = {}
+    for option, variable, key, default, _ in table("Settings"):
+        options, keys = words(option), words(key)
+        name = next(n for n, (_, _, v, o) in mm.SETTINGS.items() if o and o in " ".join(options).replace(",", " ").split() or keys[:1] == [n])
+        rows[name] = (options, words(variable), keys, default)
+    assert set(rows) >= set(mm.SETTINGS) - {"providers"}
+    for name, (options, variables, keys, default) in rows.items():
+        _, value, variable, option = mm.SETTINGS[name]
+        assert variables == ([variable] if variable else []) and (keys == [name] or name in ("url", "think"))
+        assert not option or any(option in words.split() for words in options), name
+        if isinstance(value, (bool, int, float)) and value:
+            assert default == (str(value).lower() if isinstance(value, bool) else f"{value:g}"), name
+
+
+def test_the_example_of_a_config_file_shows_every_key_with_its_default(load):
+    shown = document("config.example.yaml")
+    settings = load(shown)
+    assert settings.notices == [] and all(settings[key] == mm.SETTINGS[key][1] for key in mm.FILE_KEYS)
+    uncommented = load(re.sub(r"(?m)^# ( *[\w-]+:)", r"\1", shown))
+    assert uncommented.notices == [] and set(uncommented.sources) == set(mm.FILE_KEYS)
+    assert {key for entry in uncommented["providers"].values() for key in entry} == set(mm.PROVIDER_KEYS)
+
+
+def test_every_event_and_kind_of_error_is_in_the_readme():
+    told = {name: words(fields.partition(":")[0] if name == "retry" else fields) for names, fields in table("Events: `--json`") for name in words(names)}
+    assert set(told) == set(mm.EVENTS)
+    for name, fields in mm.EVENTS.items():
+        assert [word for word in told[name] if word in fields] == list(fields), name
+    raised = set(re.findall(r'MMError\("(\w+)"', document("mm.py"))) | {kind for _, _, kind, _, _ in mm.HINTS}
+    assert raised == set(told["error"]) - {"kind", "message"}
+
+
+def test_every_provider_is_in_the_readme_with_its_url_and_how_it_is_started():
+    rows = table("Servers")
+    assert [name for row in rows for name in words(row[0])] == list(mm.PROVIDERS)
+    for names, url, start, _ in rows:
+        for name in words(names):
+            entry = mm.PROVIDERS[name]
+            assert words(url) == ([entry["url"]] if entry.get("local") else [])
+            assert not entry.get("local") or entry["start"].replace("MODEL.gguf", "").split()[0] in start
+    assert all(name in mm.parser().epilog for name in mm.PROVIDERS)
+
+
+def test_the_docstring_lists_the_sections_that_there_are():
+    listed = [int(number) for number in re.findall(r"(?m)^ +(\d+) [a-z]", mm.__doc__)]
+    assert listed == [int(number) for number in re.findall(r"(?m)^# (\d+)\. ", document("mm.py"))] == list(range(15))
+    path = re.findall(r"[\w.]+", mm.__doc__.split("The path of a token")[1].split("Sections")[0])
+    assert {"Connection", "body_pieces", "Tap", "unpacked", "lines", "events", "deltas", "split_thinking", "ModelCall", "read_reply"} <= set(path)
+    assert all(hasattr(mm, name) for name in ("Connection", "body_pieces", "Tap", "unpacked", "lines", "events", "deltas", "split_thinking"))
 
 
 # ======================================================================================================================
