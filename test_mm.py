@@ -3992,7 +3992,7 @@ class Deaf:
 
 def prepared(tmp_path, server, fault, point):
     """The arguments of mm for a case, its files made."""
-    hold = f"case {{how}} in long) touch {tmp_path}/held; sleep 60;; much) echo {MUCH};; esac; echo looked"
+    hold = f"case {{how}} in long) touch {tmp_path}/held; sleep 60.{server.port};; much) echo {MUCH};; esac; echo looked"
     (tmp_path / "c.json").write_text(json.dumps({
         "contextWindow": 400 if point == "summing up" else 100_000, "watchdogTimeout": 0.4, "firstTokenTimeout": 0.4,
         "tools": [] if point == "connecting" else ["hold"],  # with tools, the server is asked about them first
@@ -4027,6 +4027,12 @@ def strike(fault, process, tmp_path, server, point):
     process.send_signal(getattr(signal, fault))
 
 
+def running(command):
+    """Whether a process runs that command. Linux."""
+    return any(command in pathlib.Path(path).read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+               for path in glob.glob("/proc/[0-9]*/cmdline") if os.path.exists(path))
+
+
 LIMITS = {"a full disk": "ulimit -f 0;", "a disk that fills": "ulimit -f 6;"}  # blocks of 512 bytes
 
 
@@ -4054,7 +4060,11 @@ def in_terminal(terminal, args, view, fault, point, server, tmp_path):
         while screen.take(0.3):
             pass
         screen.read, server.healed = len(screen.shown), True
-        if point != "connecting":
+        if point == "connecting":  # it goes on, though nobody is there
+            screen.send("/model\r")
+            screen.expect("model: m")
+            screen.prompt()
+        else:
             screen.send("and then?\r")
             screen.expect("ok")
             screen.prompt()
@@ -4072,9 +4082,11 @@ def in_pipes(start_mm, args, view, fault, point, server, tmp_path):
     process = start_mm(*args, *(["--json"] if view == "json" else []), QUESTION, prelude=LIMITS.get(fault, ""))
     if fault == "a closed pipe":
         server.wait_until_reached()
-        (process.stderr if point == "thinking" and view == "pipe" else process.stdout).close()
+        closed, other = (process.stderr, process.stdout) if point == "thinking" and view == "pipe" else (process.stdout, process.stderr)
+        closed.close()
+        err = other.read()
     strike(fault, process, tmp_path, server, point)
-    shown, err, events = b"", b"", []
+    shown, events = b"", []
     if fault != "a closed pipe":
         shown, err = process.communicate(timeout=PATIENCE)
     code = process.wait(PATIENCE)
@@ -4106,7 +4118,8 @@ def test_whatever_breaks_wherever_nothing_is_lost(start_mm, terminal, tmp_path, 
         assert point != "between two calls" or any(message["role"] == "tool" and "looked" in message["content"] for message in history)
         if point == "answering" and fault not in ("SIGKILL", "a trickle", "a closed pipe"):
             assert any(message["role"] == "assistant" and "half" in message["content"] for message in history)
-        mm.to_messages(history, "")
+        strict(SimpleNamespace(body={"messages": mm.to_messages([*history, user("and then?")], "")}))
+        assert point != "in a tool" or fault == "SIGKILL" or not running(f"sleep 60.{server.port}")
     finally:
         server.close()
 
