@@ -214,9 +214,10 @@ def read_bytes(path, option):
 # 1. Settings
 #
 # Every setting is a row of a table. Its value comes from an option, else (with -c and -r) the session, else the
-# environment, else the config file, else the default, and remembers which, so that a fault can name it. YAML turns `no` into false, 4.0 into
-# a number and 22:22 into 1342, so mm reads YAML's scalars as they were written and lets the row's kind decide.
-# A config file is never taken from the current directory: a cloned repository must not choose where prompts go.
+# environment, else the config file, else the default, and remembers which, so that a fault can name it. YAML turns `no`
+# into false, 4.0 into a number and 22:22 into 1342, so mm reads YAML's scalars as they were written and lets the row's
+# kind decide. A config file is never taken from the current directory: a cloned repository must not choose where
+# prompts go.
 # ======================================================================================================================
 
 SETTINGS = {  # key: (kind, default, variable of the environment, option); url and think are no keys of the config file
@@ -1975,9 +1976,10 @@ class Echo:
 # ======================================================================================================================
 # 7. Protocols
 #
-# A protocol is where a request is posted, what is in it, and how its stream is read. One type per wire protocol, none per
-# vendor: what vendors differ in is data in section 3. Chat completions leave the prompt and the thinking to the server; with raw
-# completions both are mm's: it writes the prompt as the model's chat template would, and parts thinking from answer at the tags.
+# A protocol is where a request is posted, what is in it, and how its stream is read. One type per wire protocol, none
+# per vendor: what vendors differ in is data in section 3. Chat completions leave the prompt and the thinking to the
+# server; with raw completions both are mm's: it writes the prompt as the model's chat template would, and parts
+# thinking from answer at the tags.
 # ======================================================================================================================
 
 def moved_to(response, url):
@@ -2058,7 +2060,7 @@ class ThinkTags:
         self.behind = False  # right behind a tag, where white space belongs to nothing
 
     def feed(self, text):
-        """Yields ("reasoning" or "answer", text) for what is settled, ("held", text) for what is not; that is told again once it is."""
+        """Yields ("reasoning" or "answer", text) for what is settled, and ("held", text) for what is not and comes again once it is."""
         text, self.rest = self.rest + text, ""
         if not self.begun:
             text = self.begin(text)
@@ -2330,9 +2332,11 @@ class RawCompletions(Protocol):
     def fields(self, history, system, tools, think, thoughts):
         entry = self.backend.entry
         template = TEMPLATES[entry["template"] or "chatml"]
-        prompt = as_prompt(to_messages(history, system), template) + {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
+        block = {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
+        prompt = as_prompt(to_messages(history, system), template) + block
         optional = {key: value for key, value in entry["fields"].items() if key != "reasoning_control"}  # the block is not the server's
-        return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]], **entry["limit"], **optional}
+        return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]],
+                **entry["limit"], **optional}
 
     def tag_state(self, think, unseen=False):
         return "leading" if unseen else {True: "thinking", False: "answer"}.get(self.opens(think), "leading")
@@ -2442,10 +2446,11 @@ def template_of(path):
 # ======================================================================================================================
 # 8. Tools
 #
-# What a model may call: four tools of mm's own, rows of BUILT_IN and methods of Toolbox by the same names, and the commands of
-# the config file. A tool gets arguments that are a JSON object and gives back text; whatever goes wrong is text for the model,
-# never an exception. Reading below the working directory is free; everything else asks. Nothing here trusts a path before
-# its symbolic links are followed, a file before it is known to be one, or a command to end or to be brief.
+# What a model may call: four tools of mm's own, rows of BUILT_IN and methods of Toolbox by the same names, and the
+# commands of the config file. A tool gets arguments that are a JSON object and gives back text; whatever goes wrong is
+# text for the model, never an exception. Reading below the working directory is free; everything else asks. Nothing
+# here trusts a path before its symbolic links are followed, a file before it is known to be one, or a command to end or
+# to be brief.
 # ======================================================================================================================
 
 RESULT_BYTES = 16 << 10    # of a result that reach the model; the middle is cut out
@@ -2695,7 +2700,8 @@ def shortened(text):
     if len(raw) <= RESULT_BYTES:
         return raw.decode()
     half = RESULT_BYTES // 2
-    return raw[:half].decode("utf-8", "ignore") + f"\n[… {len(raw) - 2 * half:,} bytes left out …]\n" + raw[-half:].decode("utf-8", "ignore")
+    first, last = (part.decode("utf-8", "ignore") for part in (raw[:half], raw[-half:]))
+    return f"{first}\n[… {len(raw) - 2 * half:,} bytes left out …]\n{last}"
 
 
 PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -2708,7 +2714,8 @@ def arguments_of(command, arguments):
         if name in texts and value is not None:
             texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     left_out = {f"{{{name}}}" for name in texts if arguments.get(name) is None}
-    return [PLACE.sub(lambda place: texts.get(place.group(1), place.group()), part) for part in command["command"] if part not in left_out]
+    return [PLACE.sub(lambda place: texts.get(place.group(1), place.group()), part)
+            for part in command["command"] if part not in left_out]
 
 
 def check_commands(commands, where):
@@ -2720,7 +2727,8 @@ def check_commands(commands, where):
             faults.append(f"{where}.{name}: {fault}")
         else:
             parameters = {"type": "object", "properties": {}, **typed(command.get("parameters") or {})}
-            ready[name] = {"description": str(command.get("description") or name), "parameters": parameters, "command": command["command"]}
+            ready[name] = {"description": str(command.get("description") or name), "parameters": parameters,
+                           "command": command["command"]}
     faults.raise_all()
     return ready
 
@@ -2760,10 +2768,11 @@ def command_fault(name, command):
 # ======================================================================================================================
 # 9. The conversation
 #
-# A turn is: call the model, do what it asks, call again, until it answers. Everything a turn does is told as events, dicts that
-# every view reads alike; some hold a little more than the lines of --json (EVENTS), which a view may use. Whatever breaks a turn,
-# the history keeps the question, the results of tools and the answer so far, so that the next question goes on from there.
-# Thinking is in none of it, but for the label that reasoningEcho needs, which stays in memory.
+# A turn is: call the model, do what it asks, call again, until it answers. Everything a turn does is told as events,
+# dicts that every view reads alike; some hold a little more than the lines of --json (EVENTS), which a view may use.
+# Whatever breaks a turn, the history keeps the question, the results of tools and the answer so far, so that the next
+# question goes on from there. Thinking is in none of it, but for the label that reasoningEcho needs, which stays in
+# memory.
 # ======================================================================================================================
 
 EVENTS = {  # the lines of --json: type -> its fields, in this order
@@ -2838,7 +2847,8 @@ class Reply:
         """Spreads what was read since the last report over the time since then: llama.cpp tells it once in 2,048 tokens."""
         now, new, parts = time.monotonic(), max(0, processed - self.read), 32
         for part in range(parts):
-            self.timeline.add("prompt", new * (part + 1) // parts - new * part // parts, self.read_at + (now - self.read_at) * (part + 1) / parts)
+            share = new * (part + 1) // parts - new * part // parts
+            self.timeline.add("prompt", share, self.read_at + (now - self.read_at) * (part + 1) / parts)
         self.read, self.read_at = max(processed, self.read), now
 
     def produced_tokens(self):
@@ -2937,7 +2947,7 @@ class Conversation:
         self.ending = ""       # its thinking is to be ended ("wanted"), or the server was told so ("asked")
         self.window, self.probes = settings["contextWindow"], 0
         self.will_grow = False    # more than one question is to come, so that the window is worth asking for at once
-        self.measured = (0, 0)    # the first so many messages of the history were so many tokens, as the server counted, thinking aside
+        self.measured = (0, 0)    # so many messages of the history were so many tokens, as the server counted, thinking aside
         self.thought_tokens = 0   # of the thinking that went back with the last request
         self.begin()
 
@@ -2984,7 +2994,7 @@ class Conversation:
             yield {"type": "notice", "message": self.notices.pop(0)}
 
     def interrupt(self):
-        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False where nothing here would hear of it."""
+        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False where neither can be done here."""
         if self.call and self.can_end_thinking() and not self.ending:
             self.ending = "wanted"
             self.call.wake()
@@ -3254,7 +3264,8 @@ class Conversation:
             self.record({"model": self.backend.model, "system": self.system})
 
     def done(self):
-        return done_event(self.backend.name, self.backend.model, self.session and self.session.id, self.replies, self.started, self.timeline)
+        session = self.session and self.session.id
+        return done_event(self.backend.name, self.backend.model, session, self.replies, self.started, self.timeline)
 
 
 def without_thought(message):
@@ -3299,7 +3310,8 @@ def done_event(provider, model, session, replies, started, timeline=None):
             "usage": last.usage, "timings": last.timings,
             "seconds": {"first_token": rounded(first), "thinking": spent("reasoning"), "answer": spent("answer", "call"),
                         "total": rounded(time.monotonic() - started)},
-            "tokens": (sum(thinking for thinking, _ in produced), sum(answer for _, answer in produced)), "timeline": timeline or Timeline()}
+            "tokens": (sum(thinking for thinking, _ in produced), sum(answer for _, answer in produced)),
+            "timeline": timeline or Timeline()}
 
 
 def rounded(seconds):
@@ -3315,12 +3327,14 @@ def verdict(reply, answer):
         elif reply.finish == "content_filter":
             yield {"type": "notice", "message": "the answer is cut: the server's content filter ended it"}
     elif reply.finish == "length" and reply.calls.calls:
-        yield {"type": "notice", "kind": "empty", "message": "a tool call was cut at the token limit, so it was not run: raise max_tokens"}
+        yield {"type": "notice", "kind": "empty",
+               "message": "a tool call was cut at the token limit, so it was not run: raise max_tokens"}
     elif reply.finish == "length" and tokens:
         yield {"type": "notice", "kind": "empty",
                "message": f"the whole budget went into thinking ({tokens:,} tokens): raise max_tokens, or --no-think"}
     elif reply.finish == "length":
-        yield {"type": "notice", "kind": "empty", "message": "no answer fits the token limit: raise max_tokens, or the context is full"}
+        yield {"type": "notice", "kind": "empty",
+               "message": "no answer fits the token limit: raise max_tokens, or the context is full"}
     elif tokens:
         raise MMError("empty", f"the model thought ({tokens:,} tokens) and gave no answer: ask again, or --no-think")
     else:
@@ -3332,7 +3346,8 @@ def truncation_hint(body, reply):
 
     Eight characters that are no white space and no \\u escape make at least one token, in any text people send.
     """
-    counted, sent = as_int((reply.usage or {}).get("prompt_tokens")), len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
+    counted = as_int((reply.usage or {}).get("prompt_tokens"))
+    sent = len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
     if counted and sent > 8000 and counted < sent / 8:
         return f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: it cuts what does not fit its context"
     return ""
@@ -3445,7 +3460,8 @@ def load_session(path):
         notes[3:] = [f"session {name}: {len(notes) - 3:,} more lines are damaged"]
     if not raw.strip():
         notes.append(f"session {name} is empty")
-    elif history and (history[-1]["role"] != "assistant" or history[-1].get("tool_calls")) and not history[-1]["content"].startswith(SUMMED_UP):
+    elif history and (history[-1]["role"] != "assistant" or history[-1].get("tool_calls")) \
+            and not history[-1]["content"].startswith(SUMMED_UP):
         notes.append(f"session {name}: the last question has no answer; it was cut off")
     return about, history, notes
 
@@ -3516,7 +3532,8 @@ def as_markdown(history, system):
     """A conversation as a text to keep (/save FILE)."""
     parts = [f"**system**\n\n{system}"] if system.strip() else []
     for message in history:
-        calls = "".join(f"\n\n`{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}`" for call in message.get("tool_calls") or [])
+        calls = "".join(f"\n\n`{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}`"
+                        for call in message.get("tool_calls") or [])
         content = f"```\n{message['content']}\n```" if message["role"] == "tool" else message["content"]
         parts.append(f"**{message['role']}**\n\n{content}{calls}".rstrip())
     return "\n\n".join(parts) + "\n"
@@ -3525,10 +3542,11 @@ def as_markdown(history, system):
 # ======================================================================================================================
 # 11. Display
 #
-# Two views of the same events; a view has pens, begin(), for a new turn, show(event), note(text), flush() and close(). Person writes the answer to one stream and everything else to another; each of the two
-# knows whether it is a terminal. On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and
-# as single characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text as it is.
-# Styles are switched off again with every piece, so that whatever ends mm leaves the terminal as it was.
+# Two views of the same events; a view has pens, begin(), for a new turn, show(event), note(text), flush() and close().
+# Person writes the answer to one stream and everything else to another; each of the two knows whether it is a terminal.
+# On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and as single characters are
+# replaced, a sequence split over two deltas is not obeyed either. Pipes get the text as it is. Styles are switched off
+# again with every piece, so that whatever ends mm leaves the terminal as it was.
 # ======================================================================================================================
 
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}  # ESC becomes ␛
@@ -3821,9 +3839,11 @@ def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅�
     columns: where lines are to end, 0 for one line; marks: of thinking and answer; blocks: characters from few to many.
     """
     usage, timings, seconds, counted = done["usage"] or {}, done["timings"] or {}, done["seconds"], done["timeline"].rows
-    rows = {"prompt": counted["prompt"], "thinking": counted["reasoning"], "answer": [a + b for a, b in zip(counted["answer"], counted["call"])]}
+    rows = {"prompt": counted["prompt"], "thinking": counted["reasoning"],
+            "answer": [a + b for a, b in zip(counted["answer"], counted["call"])]}
     most = max(*rows["thinking"], *rows["answer"])  # tokens in a span: one scale for both
-    cells = min(48, columns // 3 or 48) / max(1, sum(map(len, map(spanned, rows.values()))))  # characters a span: the bars share a third
+    spans = sum(map(len, map(spanned, rows.values())))
+    cells = min(48, columns // 3 or 48) / max(1, spans)  # characters a span: all bars together take a third of the screen
     parts = []
     for mark, key, tokens in ((marks[0], "thinking", done["tokens"][0]), (marks[1], "answer", done["tokens"][1])):
         if tokens:
@@ -4500,13 +4520,14 @@ def settings_of(args):
     """The settings of a run: blank options count as not given, but for `-s ""`, which drops the config's system prompt."""
     given = {key: getattr(args, key) for key, (_, _, _, option) in SETTINGS.items() if option}
     given = {key: readable(value) if isinstance(value, str) else value for key, value in given.items() if value is not None}
-    return load_settings({key: value for key, value in given.items() if value != "" and str(value).strip() or key == "system"}, args.config)
+    return load_settings({key: value for key, value in given.items() if str(value).strip() or key == "system"}, args.config)
 
 
 def run(args, view):
     """Carries out a parsed command line; -> exit code. Raises MMError."""
     if args.replay:
-        return show_all(replay(args.replay, replay_tags(settings_of(args))), view, 0.0 if args.json or not view.out.terminal else PACE)
+        pace = PACE if view.out.terminal and not args.json else 0.0
+        return show_all(replay(args.replay, replay_tags(settings_of(args))), view, pace)
     if args.template_of:
         return show_template(args.template_of, view)
     if args.sessions:
@@ -4514,16 +4535,11 @@ def run(args, view):
     settings = settings_of(args)
     path, history, notices = resumed(args, settings)
     tell(view, notices)
-    view.hide = view.hide or not settings["showThinking"] and not args.json
+    view.hide = view.hide or (not settings["showThinking"] and not args.json)
     sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
-    need_requests()
+    need_requests()  # or a pipe would be read in vain
     question = question_of(args, notices, view)
-    if args.demo:
-        backend = Backend("demo", {"apiKeyEnv": ""}, start_demo(), "scripted")
-        notices.append("--demo: a script answers, not a model")
-    else:
-        backend, found = resolve(settings, needs_model=not args.check and not args.models)
-        notices += found
+    backend = backend_of(args, settings, notices)
     backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
     if args.check:
         rows, code = check(backend, settings)
@@ -4532,22 +4548,41 @@ def run(args, view):
         return print_rows(list_models(backend), view)
     conversation, session = make_conversation(args, settings, backend, toolbox, path)
     conversation.history += history
-    if not conversation.protocol.applies_template:
-        notices += [] if backend.entry["template"] else ["no template is named for the raw prompts: chatml is used (template in the config)"]
-        notices += ["raw prompts take no tools, so the model will not hear of them"] if toolbox.names else []
-    elif toolbox.names and backend.entry["tools"] and not wants_repl(args) and probe(backend)["tools"] is False:
-        notices.append(NO_TOOLS)
-    notices += [] if can_switch_thinking(conversation) else [NO_SWITCH]
-    tell(view, notices)
+    tell(view, notices + what_it_cannot_do(conversation, probes=not wants_repl(args)))
     if wants_repl(args):
         return Repl(conversation, view, session, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run(question)
     return run_turn(conversation, conversation.ask(question), view)
 
 
+def backend_of(args, settings, notices):
+    if args.demo:
+        notices.append("--demo: a script answers, not a model")
+        return Backend("demo", {"apiKeyEnv": ""}, start_demo(), "scripted")
+    backend, found = resolve(settings, needs_model=not args.check and not args.models)
+    notices += found
+    return backend
+
+
+def what_it_cannot_do(conversation, probes):
+    """Notices of what was asked for and will not have an effect. probes: the server is asked about tools (the REPL asks it anyway)."""
+    backend, names, notices = conversation.backend, conversation.toolbox.names, []
+    if not conversation.protocol.applies_template:
+        if not backend.entry["template"]:
+            notices.append("no template is named for the raw prompts: chatml is used (template in the config)")
+        if names:
+            notices.append("raw prompts take no tools, so the model will not hear of them")
+    elif names and backend.entry["tools"] and probes and probe(backend)["tools"] is False:
+        notices.append(NO_TOOLS)
+    return notices if can_switch_thinking(conversation) else [*notices, NO_SWITCH]
+
+
 def replay_tags(settings):
     """How the provider that a recording came from, if one is named, has its thinking parted (see Protocol.tags)."""
-    entry = provider_table(settings).get(settings["provider"].strip())
-    return PROTOCOLS[entry.get("protocol", "chat")](Backend("replay", entry, "http://replay")).tag_state(settings["think"]) if entry else ""
+    name = settings["provider"].strip()
+    if name not in provider_table(settings):
+        return ""
+    backend = Backend(name, provider_table(settings)[name], "http://replay")
+    return PROTOCOLS[backend.entry["protocol"]](backend).tag_state(settings["think"])
 
 
 def tell(view, notices):
@@ -4670,7 +4705,7 @@ def main(argv=None):
     view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
 
     def end(number, frame):
-        """Ends mm by an exception, so that what is open is closed, and a command ended; once, as a second one could be told by nobody."""
+        """Ends mm by an exception, so that what is open is closed, and a command ended; at the second signal, at once."""
         nonlocal running
         for pen in view.pens:
             pen.let_go_if_stuck()

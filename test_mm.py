@@ -221,6 +221,13 @@ def clean_environment(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_signal_is_ignored():
+    """As it is where tests run in the background, or under nohup: mm would ignore it too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture(autouse=True)
 def no_test_hangs():
     def give_up(*_):
