@@ -1601,11 +1601,11 @@ def read_chunk(chunk, choice):
 
 def read_delta(delta):
     content, thought = text_parts(delta.get("content") or delta.get("text") or delta.get("refusal"))
+    reasoning = thought
     for key in ("reasoning_content", "reasoning", "reasoning_details", "thinking"):  # the same text twice, on some servers
-        reasoning = "".join(text_parts(delta.get(key)))
-        if reasoning:
+        if delta.get(key) and any(text_parts(delta[key])):
+            reasoning = "".join(text_parts(delta[key]))
             break
-    reasoning = reasoning or thought
     if reasoning:
         yield "reasoning", reasoning
     if content and (content != reasoning or content.isspace()):  # some gateways copy the thinking into content; a newline may be both
