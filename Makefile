@@ -31,7 +31,7 @@ compat:
 	  for set in "requests==2.25.0 urllib3==1.26.20" "requests urllib3"; do \
 	    venv=.venv-compat/$$v-$$(echo "$$set" | cut -d' ' -f1); \
 	    [ -d $$venv ] || { "$$python" -m venv $$venv && $$venv/bin/python $(PIP) $$set pytest responses; } || exit 1; \
-	    echo "Python $$v, $$set: $$($$venv/bin/python -m pytest -q -m '$(FAST)' test_mm.py 2>&1 | grep -E '^FAILED|^ERROR| passed| failed')"; \
+	    echo "Python $$v, $$set: $$($$venv/bin/python -m pytest -q -m '$(FAST)' test_mm.py 2>&1 | grep -E '^FAILED|^ERROR| passed| failed' | cut -c1-200)"; \
 	  done; \
 	done
 

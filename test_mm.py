@@ -3288,7 +3288,8 @@ def test_a_closed_pipe_ends_mm_quietly(serve, start_mm):
     server.gone()
 
 
-@pytest.mark.parametrize("number, code, body", [(signal.SIGINT, 130, chunk("x" * 1000) * 300), (signal.SIGTERM, 143, chunk(reasoning="x" * 1000) * 300)])
+@pytest.mark.parametrize("number, code, body", [(signal.SIGINT, 130, chunk("x" * 1000) * 300), (signal.SIGTERM, 143, chunk(reasoning="x" * 1000) * 300)],
+                         ids=["stdout", "stderr"])
 def test_a_signal_ends_mm_though_nobody_reads_what_it_writes(serve, start_mm, number, code, body):
     server = serve(stream(body, "hang"))
     process = start_mm("--watchdog", "0", *at(server), "hi")
