@@ -31,13 +31,13 @@ Sections, each using only functions and classes that stand above it (a Backend, 
      3 providers      the servers mm knows, as data; which one is used; what it says of itself
      4 the wire       bytes to lines to events to deltas, tolerant of everything servers really send
      5 the watchdog   one reader thread per call; what counts as a sign of life; how a call is ended
-     6 requests       the one place where a conversation becomes a request body
-     7 protocols      chat messages or a raw prompt: where a request is posted, what is in it; prompt templates
+     6 requests       the one place where a conversation becomes a request body; which thinking goes back
+     7 protocols      chat messages or a raw prompt, its templates, thinking in tags: what is posted where, and how it is read
      8 tools          what a model may call
      9 conversation   a turn, and what is left of it when it breaks; the context window
     10 sessions       a conversation on disk
-    11 display        a person's view and NDJSON, of the same events
-    12 the REPL       prompt, commands, Ctrl-C
+    11 display        a person's view and NDJSON, of the same events; a turn shown, and Ctrl-C in it
+    12 the REPL       prompt, commands, Ctrl-C at the prompt
     13 demo, replay   a scripted server; a recorded stream
     14 command line   options and exit codes
 """
@@ -2824,7 +2824,7 @@ class Reply:
         self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0, "held": 0.0}
         self.started = self.last = time.monotonic()
         self.first_token = None
-        self.read, self.read_at = 0, self.started  # prompt tokens, and when they were told
+        self.prompt_read, self.prompt_told = 0, self.started  # prompt tokens, and when they were told of
 
     def count(self, kind):
         """Counts a delta as a token, which it is on every server that mm knows, and the time since the last one to its kind."""
@@ -2845,11 +2845,11 @@ class Reply:
 
     def count_prompt(self, processed):
         """Spreads what was read since the last report over the time since then: llama.cpp tells it once in 2,048 tokens."""
-        now, new, parts = time.monotonic(), max(0, processed - self.read), 32
+        now, new, parts = time.monotonic(), max(0, processed - self.prompt_read), 32
         for part in range(parts):
             share = new * (part + 1) // parts - new * part // parts
-            self.timeline.add("prompt", share, self.read_at + (now - self.read_at) * (part + 1) / parts)
-        self.read, self.read_at = max(processed, self.read), now
+            self.timeline.add("prompt", share, self.prompt_told + (now - self.prompt_told) * (part + 1) / parts)
+        self.prompt_read, self.prompt_told = max(processed, self.prompt_read), now
 
     def produced_tokens(self):
         """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta is a token."""
