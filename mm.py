@@ -21,7 +21,8 @@ The path of a token, from the socket to the screen; each step is a function or c
         the socket     as it arrives   --tap   of gzip      of SSE    of SSE     (kind, value)    |
     in the main thread:                                                                          queue
         Pen <-- Person.show <-- run_turn <-- Conversation.ask <-- read_reply <-- ModelCall <------+
-        screen  or Ndjson.show               turn, retry, tools   events         the watchdog
+        screen  or Ndjson.show               a turn, by way of    events         the watchdog
+                                             .steps (calls, tools), .model_call (asked again), .read
 
 Sections, each using only functions and classes that stand above it (a Backend, section 3, is handed to section 2 as it is):
 
@@ -330,7 +331,7 @@ class Faults(list):
 class Settings:
     """Every setting's value, and for each that is no default, where it came from.
 
-    settings["retries"] is the value; settings.source("retries") is "--retries", "$MM_MODEL", "config.yaml: model" or "".
+    settings["retries"] is the value; settings.source("retries") is "--retries", "config.yaml: retries" or "", that of the model can be "$MM_MODEL".
     settings.notices holds what a person should hear, such as unknown keys; settings.file is the config file, or "".
     """
 
@@ -1215,9 +1216,9 @@ def resolve(settings, environ=os.environ, needs_model=True):
     if name and name not in table:
         raise MMError("config", f"{settings.source('provider')}: no provider is called {one_line(name, 40)}"
                                 f"{did_you_mean(name, table)}: {', '.join(table)}")
-    would_leak_key = name in table and not table[name].get("local")  # a hosted service's key, to the environment's server
-    if would_leak_key and url and settings.source("url").startswith("$") and settings.source("provider").startswith("-"):
-        notices.append(f"-p {name} puts {settings.source('url')} aside")
+    is_hosted = name in table and not table[name].get("local")
+    if is_hosted and url and settings.source("url").startswith("$") and settings.source("provider").startswith("-"):
+        notices.append(f"-p {name} puts {settings.source('url')} aside")  # or its key would go there
         url = ""
     if url:
         blaming(settings.source("url"), base_url, url)
@@ -1481,7 +1482,7 @@ def deltas(pieces, backend, url):
     """Deltas (kind, value) of a response body, each as soon as its bytes are there. Raises MMError.
 
     reasoning, answer: text · call: a fragment {"index", "id", "name", "arguments"} of a tool call · progress: (processed,
-    total) prompt tokens beyond the cached ones · finish: finish_reason, or "" for a bare [DONE] · usage, timings: dict ·
+    total) prompt tokens beyond the cached ones · finish: finish_reason, and "" for [DONE] · usage, timings: dict ·
     model, id: text. After [DONE] it ends, without waiting for the connection to close.
     """
     whole, seen, halves, told = False, False, {}, set()
@@ -1687,15 +1688,15 @@ class Calls:
             call = next((c for c in self.calls if c["id"] == its_id), call)
         if call is None or not (its_id or name):  # arguments alone: the usual fragment; the index of some counts up within a call
             return call
-        same_place = index is None or index in self.by_index  # else an index that is new
+        known_place = index is None or index in self.by_index  # else an index that is new
         is_complete = fragment["arguments"].lstrip()[:1] in ("", "{", '"') and self.is_complete(call)  # what cannot begin one goes on
         if its_id and call["id"]:
             if its_id != call["id"]:  # another call, also where all have index 0
                 return None
-            return call if same_place or not is_complete else None  # the id repeated: in each fragment, or for each call
+            return call if known_place or not is_complete else None  # the id repeated: in each fragment, or for each call
         if name and call["name"] and (name != call["name"] or is_complete):  # no ids: the name tells where a call begins
             return None
-        return call if same_place or not call["name"] else None  # an id that comes late, or a name
+        return call if known_place or not call["name"] else None  # an id that comes late, or a name
 
     @staticmethod
     def is_complete(call):
@@ -1736,7 +1737,7 @@ def parse_arguments(raw):
 # goes on sending those. Clients that count the answer alone kill a model that thinks for minutes.
 # ======================================================================================================================
 
-TOKENS = ("reasoning", "answer", "call", "held")
+TOKENS = ("reasoning", "answer", "call", "held")  # held: what ThinkTags (section 7) cannot tell yet
 GRACE_SECONDS = 1.0  # for usage and [DONE] after the finish_reason; some servers never send them nor close
 BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
 
@@ -1746,8 +1747,8 @@ class ModelCall:
 
     open_stream: called in the reader thread with this call's Connection, returns an iterator of deltas or raises MMError.
     watchdog, first_token: the longest silence between tokens and before the first one, in seconds; 0 is no limit.
-    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) when nothing more is there right now, which is
-    when a view flushes what it has.
+    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) when nothing more is there: right after a delta,
+    with 0.0, so that a view can flush what it has, and then each second.
     stop(), also from a signal handler, makes the iteration raise MMError("cancelled").
     """
 
@@ -1839,10 +1840,10 @@ def stalled_error(silent, phase):
 # ======================================================================================================================
 # 6. Requests
 #
-# The one place where a conversation becomes a request body, so that whatever broke before, what goes out is what a strict
-# template takes: one system message, roles that alternate, every call with its result, no empty or torn message, no lone
-# surrogates, no thinking but what reasoningEcho sends back by its rules. The bytes depend on the conversation alone, so a
-# server's prompt cache holds from turn to turn.
+# The one place where a history becomes the messages of a request, so that whatever broke before, what goes out is what
+# a strict template takes: one system message, roles that alternate, every call with its result, no empty or torn
+# message, no lone surrogates, no thinking but what reasoningEcho sends back by its rules. The bytes depend on the
+# conversation alone, so a server's prompt cache holds from turn to turn.
 # ======================================================================================================================
 
 NO_RESULT = "This call was interrupted: there is no result."
@@ -1967,7 +1968,7 @@ class Echo:
         if about not in self.rendered:
             self.rendered[about] = thoughts_rendered(self.backend, tools)
         questions = [place for place, message in enumerate(history) if message["role"] == "user"]
-        first = {"none": len(history), "latest": max(questions, default=0)}.get(self.rendered[about], 0)
+        first = {"none": len(history), "latest": max(questions, default=0)}.get(self.rendered[about], 0)  # not told: all of it
         maker = model, self.served.get(model)
         return {place: message["thought"] for place, message in enumerate(history)
                 if place >= first and message.get("thought", {}).get("maker") == maker}
@@ -1977,37 +1978,10 @@ class Echo:
 # 7. Protocols
 #
 # A protocol is where a request is posted, what is in it, and how its stream is read. One type per wire protocol, none
-# per vendor: what vendors differ in is data in section 3. Chat completions leave the prompt and the thinking to the
-# server; with raw completions both are mm's: it writes the prompt as the model's chat template would, and parts
-# thinking from answer at the tags.
+# per vendor: what vendors differ in is data in section 3. Chat completions leave the prompt and (unless thinkTags) the
+# thinking to the server; with raw completions both are mm's: it writes the prompt as the model's chat template would,
+# and parts thinking from answer at the tags.
 # ======================================================================================================================
-
-def moved_to(response, url):
-    from urllib.parse import urljoin
-    try:
-        target = urljoin(url, response.headers.get("Location") or "")
-        urlsplit(target).port  # raises when it is no port
-        return target
-    except ValueError:
-        return url
-
-
-def same_place(url, target):
-    a, b = urlsplit(url), urlsplit(target)
-    return a.hostname == b.hostname and (a.port == b.port and a.scheme == b.scheme or b.scheme == "https" and not b.port)
-
-
-def retry_after(headers):
-    """Seconds to wait, from a Retry-After of seconds or of a date (RFC 9110, 10.2.3), or None."""
-    value = headers.get("Retry-After", "").strip()
-    if re.fullmatch(r"[0-9]+", value):
-        return float(value[:6])
-    from email.utils import parsedate_to_datetime
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError, IndexError):
-        return None
-
 
 # -- thinking in tags
 
@@ -2044,11 +2018,13 @@ class CodeQuotes:
 class ThinkTags:
     """Parts text at <think> and </think>, for servers that leave it to their clients; a tag can be split over deltas.
 
-    It begins in one of these states, which end at a closing tag, and all of them become "answer":
-    "thinking"  the block was opened in the prompt: all is thinking, up to the closing tag
-    "leading"   a block that the text begins with is thinking; a text that begins otherwise is the answer
-    "unsure"    like leading, but the block may have been opened in the prompt, which only a closing tag can tell: the text is held
+    It begins in one of these states:
+    "thinking"  the block was opened in the prompt: all is thinking up to the closing tag, and then comes the answer
+    "leading"   a text that begins with <think> is in the state "thinking", any other in the state "answer"
+    "unsure"    likewise, but the block may have been opened in the prompt, which only a closing tag can tell. Text is held until
+                then: the tag makes it thinking, the end of the stream makes it the answer
     "answer"    nothing is looked for
+    Of a text in pieces "hm </thi" and "nk> ok", the first gives "hm", and keeps " </thi" as it may become a tag; the second "ok".
     """
 
     def __init__(self, state):
@@ -2161,7 +2137,35 @@ def split_thinking(incoming, tags):
         raise
 
 
-# -- the protocols
+# -- the protocols, and what they need of HTTP
+
+def moved_to(response, url):
+    from urllib.parse import urljoin
+    try:
+        target = urljoin(url, response.headers.get("Location") or "")
+        urlsplit(target).port  # raises when it is no port
+        return target
+    except ValueError:
+        return url
+
+
+def same_place(url, target):
+    """Whether a redirect stays on the host and port that the key is for, or goes to the same host's https."""
+    a, b = urlsplit(url), urlsplit(target)
+    return a.hostname == b.hostname and (a.port == b.port and a.scheme == b.scheme or b.scheme == "https" and not b.port)
+
+
+def retry_after(headers):
+    """Seconds to wait, from a Retry-After of seconds or of a date (RFC 9110, 10.2.3), or None."""
+    value = headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"[0-9]+", value):
+        return float(value[:6])
+    from email.utils import parsedate_to_datetime
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError, IndexError):
+        return None
+
 
 class Protocol:
     """How a request is posted and its stream read. A protocol adds these:
@@ -2483,8 +2487,8 @@ class Toolbox:
     """The tools offered to a model, and what they may do.
 
     names: those that are on; commands: the config's own; seconds: time limit of a command, 0 for none; hidden: names of
-    environment variables that hold keys; permit: called with what a call will do, in one line, and the lines that it would
-    change; returns "y", "n" or "a" (always, for this tool); None where nobody can be asked, so that it is refused.
+    environment variables that hold keys; permit: called with the tool's name, what a call will do, in one line, and the lines that
+    it would change; returns "y", "n" or "a" (always, for this tool); None where nobody can be asked, so that it is refused.
     """
 
     def __init__(self, names=(), commands=None, seconds=120.0, hidden=(), permit=None):
@@ -2772,7 +2776,7 @@ def command_fault(name, command):
 # dicts that every view reads alike; some hold a little more than the lines of --json (EVENTS), which a view may use.
 # Whatever breaks a turn, the history keeps the question, the results of tools and the answer so far, so that the next
 # question goes on from there. Thinking is in none of it, but for the label that reasoningEcho needs, which stays in
-# memory.
+# memory. Methods that tell something are generators of events; "->" names what they return besides.
 # ======================================================================================================================
 
 EVENTS = {  # the lines of --json: type -> its fields, in this order
@@ -2868,7 +2872,10 @@ def prompt_tokens(usage, timings):
 
 
 def settled_at_the_end(incoming):
-    """Deltas; what ThinkTags held when the stream was stopped or fell silent is shown as the thinking that it may be."""
+    """Deltas; what ThinkTags held when the stream was stopped or fell silent is shown as the thinking that it may be.
+
+    (A stream that breaks is settled by split_thinking; of a stop and of silence, its thread does not hear.)
+    """
     held = []
     try:
         for kind, value in incoming:
@@ -2942,7 +2949,7 @@ class Conversation:
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tag_state(None))  # what mm itself parted stays here
         self.refused = set()   # optional request fields that this server does not take
         self.notices = []      # what is to be said at the next occasion
-        self.call = None       # the ModelCall that runs
+        self.call = None       # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C counts too
         self.may_end_thinking = end_thinking
         self.ending = ""       # its thinking is to be ended ("wanted"), or the server was told so ("asked")
         self.window, self.probes = settings["contextWindow"], 0
@@ -3009,7 +3016,9 @@ class Conversation:
     def can_end_thinking(self):
         """Whether the model thinks right now and can be told to come to its answer."""
         reply = self.replies[-1] if self.replies else None
-        return bool(self.may_end_thinking and reply and reply.id and reply.tokens["reasoning"] and not reply.tokens["answer"]
+        if not reply or reply.timeline is not self.timeline:  # a summary's is not shown
+            return False
+        return bool(self.may_end_thinking and reply.id and reply.tokens["reasoning"] and not reply.tokens["answer"]
                     and self.protocol.applies_template and "reasoning_control" in self.backend.entry["fields"]
                     and "reasoning_control" not in self.refused)
 
@@ -3035,7 +3044,7 @@ class Conversation:
 
     def tool_call(self, call):
         """Runs or refuses one call. After a Ctrl-C, the rest have no result, and to_messages() tells the model so."""
-        if call["arguments"] is not None:
+        if call["arguments"] is not None:  # else it is no call that could be shown, and its result says why
             yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"],
                    "preview": lambda: self.toolbox.shown(call)}
         work = self.toolbox.run(call)
@@ -3051,9 +3060,10 @@ class Conversation:
             raise MMError("cancelled", "stopped")
 
     def model_call(self, body=None):
-        """One model call, made again where that can help: the same bytes, and no tool runs again. -> its whole Reply.
+        """One model call, asked again where that can help, with the same bytes unless something is left out of them; no tool runs
+        again. -> its whole Reply.
 
-        body: the bytes of a request that is not the conversation's own (a summary): makes them anew for each attempt.
+        body: a function that makes the bytes of a request that is not the conversation's own (a summary).
         """
         tries, loading, compacted, started = 0, False, False, time.monotonic()
         while True:
@@ -3077,7 +3087,7 @@ class Conversation:
                     if error.field not in self.backend.entry["fields"]:  # one that a person asked for, such as --no-think
                         yield {"type": "notice", "message": f"the server refuses {error.field}: asked again without it"}
                     continue
-                if not loading:
+                if not (loading and error.again == "loading"):  # loading is said once
                     yield {"type": "retry", "reason": error.message}
                 loading = error.again == "loading"
                 tries += not loading
@@ -3215,7 +3225,7 @@ class Conversation:
         return bool(places)
 
     def summary(self, messages):
-        """A summary of messages, asked for with thinking off. Raises MMError if there is none; twice too big is enough."""
+        """A summary of messages, asked for with thinking off. Raises MMError if there is none, or if it is too big for the context twice."""
         room = int(self.window * 0.6) * 3 or 1 << 40  # characters: three a token is cautious, and the summary itself needs room
         for attempt in (1, 2):
             text, left_out = transcript(messages, room)
@@ -3226,7 +3236,7 @@ class Conversation:
                 for event in self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused))):
                     if event["type"] in ("waiting", "progress", "notice"):
                         yield event
-                reply = self.replies[-1]
+                reply = self.replies[-1]  # what model_call returns is lost in a for loop
             except MMError as error:
                 if error.kind != "overflow" or attempt == 2:
                     raise
@@ -3542,11 +3552,11 @@ def as_markdown(history, system):
 # ======================================================================================================================
 # 11. Display
 #
-# Two views of the same events; a view has pens, begin(), for a new turn, show(event), note(text), flush() and close().
-# Person writes the answer to one stream and everything else to another; each of the two knows whether it is a terminal.
-# On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and as single characters are
-# replaced, a sequence split over two deltas is not obeyed either. Pipes get the text as it is. Styles are switched off
-# again with every piece, so that whatever ends mm leaves the terminal as it was.
+# Two views of the same events; a view has begin(), for a new turn, show(event), note(text), figures(done), flush(),
+# close(), hide and pens. Person writes the answer to one stream and everything else to another; each of the two knows
+# whether it is a terminal. On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and as
+# single characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text as it is.
+# Styles are switched off again with every piece, so that whatever ends mm leaves the terminal as it was.
 # ======================================================================================================================
 
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}  # ESC becomes ␛
@@ -3822,6 +3832,9 @@ class Ndjson:
     def note(self, text):
         self.show({"type": "notice", "message": text})
 
+    def figures(self, done):
+        return figures(done)
+
     def begin(self):
         """A new turn: nothing to forget."""
 
@@ -3914,7 +3927,7 @@ def exit_code(event, before):
 
 
 def run_turn(conversation, turn, view):
-    """Shows the events of a turn; Ctrl-C is the conversation's, a second one ends whatever else hangs. -> exit code"""
+    """Shows the events of a turn; -> exit code. Ctrl-C is the conversation's; one that it cannot use ends whatever else hangs."""
     code, given_up = 0, False
 
     def on_interrupt(*_):
@@ -3962,7 +3975,7 @@ class Repl:
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
         self.reading = False  # whether a line is being typed
-        self.ended = False  # the input, behind a line that is still to be answered
+        self.ended = False  # the input came to its end behind a line that is still to be answered
         self.ahead = False  # whether what waits was typed during the answer: lines of their own, no paste
 
     def open_readline(self, path):
@@ -4243,7 +4256,7 @@ def can_switch_thinking(conversation):
 # 13. Demo and replay
 #
 # What mm looks like without a model: a scripted server on loopback, which is asked like any other and says what it is, and
-# a recorded stream (--tap FILE), which gives the same events again.
+# a recorded stream (--tap FILE), which gives the events of the model's part again.
 # ======================================================================================================================
 
 DEMO_THOUGHTS = ("The question was: {question}\nI am no model, only a script inside mm, so I cannot know. "
@@ -4272,7 +4285,6 @@ def demo_chunks(question):
 
 def start_demo():
     """Starts the scripted server on a free loopback port; -> its base URL."""
-    import threading
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
     class Handler(BaseHTTPRequestHandler):
@@ -4577,7 +4589,7 @@ def what_it_cannot_do(conversation, probes):
 
 
 def replay_tags(settings):
-    """How the provider that a recording came from, if one is named, has its thinking parted (see Protocol.tags)."""
+    """How the provider that a recording came from, if one is named, has its thinking parted (see Protocol.tag_state)."""
     name = settings["provider"].strip()
     if name not in provider_table(settings):
         return ""

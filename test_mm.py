@@ -2447,6 +2447,11 @@ def test_a_retry_after_is_waited_for(serve):
     assert len(server.posts) == 2 and max(waited) > 0.7
 
 
+def test_an_answer_that_breaks_after_the_model_was_loaded_is_not_glued_to_the_next(serve):
+    events = ask(talk(serve(reply(503, {"error": {"message": "Loading model"}}, Retry_After=0), stream(HALF), stream(OK))))
+    assert [event["type"] for event in events if event["type"] in ("retry", "answer")] == ["retry", "answer", "retry", "answer"]
+
+
 def test_a_model_that_never_finishes_loading_is_given_up_in_time(serve):
     server = serve([0.1, *reply(503, {"error": {"message": "Loading model"}}, Retry_After=0)])
     events = ask(talk(server, firstTokenTimeout=0.4))
@@ -2764,6 +2769,19 @@ def test_what_is_to_be_said_while_a_summary_is_made_is_said(serve):
     ask(conversation, "one")
     conversation.record = lambda item: conversation.notices.append("the disk is full")
     assert [event["message"] for event in ask(conversation, "two") if event["type"] == "notice"].count("the disk is full") == 3
+
+
+def test_ctrl_c_in_a_summary_that_thinks_ends_the_turn(serve):
+    thinks = sse({"id": "chatcmpl-7", "choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
+    server = serve(counted(900), stream(thinks, "hang"), reply(200, {"success": True}))
+    conversation = mm.Conversation(backend_of("llamacpp", server.url), settings_of(contextWindow=1000), end_thinking=True)
+    ask(conversation, "one")
+    events, asked = [], False
+    for event in conversation.ask("two"):
+        events.append(event)
+        if not asked and conversation.replies and conversation.replies[-1].tokens["reasoning"]:
+            asked = conversation.interrupt()
+    assert error(events)[0] == "cancelled" and len(server.posts) == 2
 
 
 def test_ctrl_c_in_a_summary_changes_nothing(serve):
@@ -3559,6 +3577,11 @@ def test_ctrl_c_hit_in_haste_does_not_end_a_conversation_that_began_with_a_quest
     screen.prompt()
     screen.send("two\r")
     screen.expect("ok")
+
+
+def test_stats_in_a_conversation_of_json_are_a_notice(serve, run_mm):
+    result = run_mm(*at(serve(stream(OK))), "-i", "--json", stdin="hi\n/stats\n")
+    assert result.code == 0 and any("s in all" in event["message"] for event in result.events if event["type"] == "notice")
 
 
 def test_a_line_without_end_in_a_pipe_is_an_error(run_mm):
