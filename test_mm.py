@@ -1251,6 +1251,7 @@ def test_an_answer_that_never_ends_is_given_up(serve, monkeypatch, body):
     assert error(ask(talk(serve(stream(body, STOP)), "llamacpp", reasoningEcho=True)))[0] == "protocol"
 
 
+@pytest.mark.fuzz
 def test_an_error_that_unpacks_to_gigabytes_is_an_error(serve, run_mm):
     bomb = gzip.compress(gzip.compress(bytes(1 << 30), 9), 9)
     server = serve(reply(500, bomb, Content_Encoding="gzip, gzip"))
