@@ -82,12 +82,12 @@ from urllib.parse import urlsplit, urlunsplit
 class MMError(Exception):
     """What ends a call, a turn or a run: `kind` is one of the error kinds of --json, `message` one line for a person.
 
-    again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call once more, "loading" wait
-    until the model is loaded, "busy" the same call after `wait` seconds, "field" the call without the optional `field`.
+    again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call once more, "loading" and "busy"
+    the same call after `wait` seconds, until the model is loaded or once, "field" the call without the optional `field`.
     window: the context in tokens, where an overflow names it.
     """
 
-    def __init__(self, kind, message, again="", wait=0.0, field="", window=0):
+    def __init__(self, kind, message, again="", wait=1.0, field="", window=0):
         super().__init__(message)
         self.kind, self.message, self.again, self.wait, self.field, self.window = kind, message, again, wait, field, window
 
@@ -283,7 +283,7 @@ def names(value):
 
 FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 FORMATS = ("chatml", "llama3", "gemma", "mistral")
-KINDS = {  # kind: (how it is read, which may raise anything; what a person is told it wants)
+KINDS = {  # kind: (how it is read, where whatever it raises means "not that"; what a person is told it wants)
     "text": (clean, "text (put it in quotes)"),
     "flag": (lambda value: FLAGS[str(value).strip().lower()], "true or false"),
     "seconds": (number, "a number of seconds, such as 20"),
@@ -331,7 +331,8 @@ class Faults(list):
 class Settings:
     """Every setting's value, and for each that is no default, where it came from.
 
-    settings["retries"] is the value; settings.source("retries") is "--retries", "config.yaml: retries" or "", that of the model can be "$MM_MODEL".
+    settings["retries"] is the value; settings.source("retries") is "--retries", "config.yaml: retries" or "" (the default); that of a
+    model can be "$MM_MODEL", or "session ID".
     settings.notices holds what a person should hear, such as unknown keys; settings.file is the config file, or "".
     """
 
@@ -344,6 +345,9 @@ class Settings:
 
     def source(self, key):
         return self.sources.get(key, "")
+
+    def is_option(self, key):
+        return self.source(key) == SETTINGS[key][3]
 
     def put(self, key, value, source):
         self.values[key] = converted(value, SETTINGS[key][0], source)
@@ -484,7 +488,7 @@ def parse_config(raw):
             return None
         if problem:
             raise MMError("config", f"not JSON: {one_line(problem)}") from None
-        raise MMError("config", "this is YAML, and PyYAML is not installed: pip install pyyaml, or write it as JSON") from None
+        raise MMError("config", f"this is YAML, and PyYAML is not installed: {sys.executable} -m pip install pyyaml, or write it as JSON") from None
     try:
         return from_yaml(yaml.compose(text, Loader=yaml.BaseLoader), yaml, set())
     except yaml.MarkedYAMLError as error:
@@ -636,7 +640,7 @@ def explain(status, body, backend, url, wait=None):
         again = "field" if refused else ""
     advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url, host=urlsplit(url).netloc)
     code = f"HTTP {status}" if status else ""
-    return MMError(kind, compose(said, code, advice), again, wait if wait is not None else 1.0, refused)
+    return MMError(kind, compose(said, code, advice), again, 1.0 if wait is None else wait, refused)
 
 
 def compose(said, code, advice, limit=500):
@@ -723,7 +727,7 @@ def explain_exception(error, backend, proxy, answered):
 # ======================================================================================================================
 
 USAGE = {"stream_options": {"include_usage": True}}
-LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}
+LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}  # the latter allows Protocol.end_thinking(), section 7
 EFFORT = {"on": {"reasoning_effort": "medium"}, "off": {"reasoning_effort": "none"}}
 TEMPLATE_SWITCH = {"on": {"chat_template_kwargs": {"enable_thinking": True}},
                    "off": {"chat_template_kwargs": {"enable_thinking": False}}}
@@ -749,7 +753,7 @@ PROVIDERS = {
     # render            page that shows the prompt that messages become
     # keeps             page that tells whether the template keeps all thinking of a history
     # For raw prompts (section 7):
-    # limit             what must be said so that an answer is not cut after 16 tokens, as OpenAI's protocol has it
+    # limit             how a request asks for more than the 16 tokens at which OpenAI's protocol cuts an answer; {} where there is no such cut
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
@@ -801,9 +805,10 @@ PROVIDERS = {
 # A server of which only a URL is known: nothing optional is sent, so that the strictest one takes the request.
 PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
-NO_ENTRY = {"fallback": [], "local": False, "fields": {}, "thinking": {}, "start": "", "get": "", "window": [], "tools": (),
-            "echo": "reasoning_content", "render": "", "keeps": (), "limit": {"max_tokens": 2048}, "model": "", "sampling": {},
-            "thinkTags": False, "protocol": "chat", "template": ""}
+ENTRY_DEFAULTS = {
+    "fallback": [], "local": False, "fields": {}, "thinking": {}, "start": "", "get": "", "window": [], "tools": (),
+    "echo": "reasoning_content", "render": "", "keeps": (), "limit": {"max_tokens": 2048},
+    "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 2.0
@@ -818,11 +823,11 @@ class Connection:
     def __init__(self):
         self.handles, self.dialled, self.hung_up = [], [], False
 
-    def dial(self, host, port, connection):
-        """-> a connected socket for urllib3's connection; raises Undialled with every address tried, or gaierror inside it."""
+    def dial(self, host, port, http_connection):
+        """-> a connected socket for an http_connection of urllib3's; raises Undialled with every address tried, or gaierror inside it."""
         import socket
         tried = []
-        self.dialled.append(connection)
+        self.dialled.append(http_connection)
         try:
             addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
         except OSError as error:
@@ -872,8 +877,8 @@ class Connection:
     def close(self):
         """For the thread that read from it, at its end: frees what urllib3's pools would leave to the garbage collector."""
         self.hang_up()
-        for connection in self.dialled:
-            connection.close()
+        for http_connection in self.dialled:
+            http_connection.close()
 
 
 def need_requests():
@@ -883,7 +888,7 @@ def need_requests():
     except OSError as error:  # in mm.pyz: no place for the certificates
         raise MMError("config", f"the package requests cannot be loaded: {one_line(error, 200)}") from None
     except ImportError:
-        raise MMError("config", "mm needs the package requests: pip install requests (or run it with `uv run mm.py`)") from None
+        raise MMError("config", f"mm needs the package requests: {sys.executable} -m pip install requests (or `uv run mm.py`)") from None
     return requests
 
 
@@ -1098,7 +1103,7 @@ class Backend:
 
     def __init__(self, name, entry, url="", model="", key=""):
         self.name, self.plain, self.model, self.key = name or "server", not name, model, key
-        self.entry = {**NO_ENTRY, **entry}
+        self.entry = {**ENTRY_DEFAULTS, **entry}
         self.url, self.query = base_url(url or self.entry["url"])
 
     def endpoint(self, path):
@@ -1206,10 +1211,10 @@ def provider_table(settings):
     return table
 
 
-def resolve(settings, environ=os.environ, needs_model=True):
-    """-> (Backend, [notices]). Looks for local servers when none is named, and for a model on the server when none is.
+def named_backend(settings, environ=os.environ):
+    """-> (Backend, [notices]) of the server that is named by a provider or a URL, or (None, []). No server is asked.
 
-    Raises MMError: config, or what the search for a server or a model ended with.
+    Raises MMError("config").
     """
     table = provider_table(settings)
     name, url, notices = settings["provider"].strip(), settings["url"].strip(), []
@@ -1217,20 +1222,29 @@ def resolve(settings, environ=os.environ, needs_model=True):
         raise MMError("config", f"{settings.source('provider')}: no provider is called {one_line(name, 40)}"
                                 f"{did_you_mean(name, table)}: {', '.join(table)}")
     is_hosted = name in table and not table[name].get("local")
-    if is_hosted and url and settings.source("url").startswith("$") and settings.source("provider").startswith("-"):
+    if is_hosted and url and settings.is_option("provider") and not settings.is_option("url"):
         notices.append(f"-p {name} puts {settings.source('url')} aside")  # or its key would go there
         url = ""
+    if not name and not url:
+        return None, []
     if url:
-        blaming(settings.source("url"), base_url, url)
-    if not name and url:
-        port = urlsplit(base_url(url)[0]).port
-        name = next((n for n in PROVIDERS if port and port == urlsplit(PROVIDERS[n]["url"]).port), "")
-    if name or url:
-        entry = table[name] if name else PLAIN
-        backend = with_key(Backend(name, entry, url), environ)
-        ids = None if url else answering(backend, notices)
+        port = urlsplit(blaming(settings.source("url"), base_url, url)[0]).port
+        # mm's own servers only: a key that the config names for another must not follow its port to any host
+        name = name or next((n for n in PROVIDERS if port and port == urlsplit(PROVIDERS[n]["url"]).port), "")
+    entry = {**(table[name] if name else PLAIN), **({"fallback": []} if url else {})}
+    return with_key(Backend(name, entry, url), environ), notices
+
+
+def resolve(settings, environ=os.environ, needs_model=True):
+    """-> (Backend, [notices]). Looks for local servers when none is named, and for a model on the server when none is.
+
+    Raises MMError: config, or what the search for a server or a model ended with.
+    """
+    backend, notices = named_backend(settings, environ)
+    if backend:
+        ids = answering(backend, notices)
     else:
-        backend, ids = discover(table, environ, notices)
+        backend, ids = discover(provider_table(settings), environ, notices)
     backend.model = settings["model"].strip() or backend.entry["model"]
     if needs_model and not backend.model:
         backend.model = first_model(backend, ids, notices)
@@ -1293,13 +1307,14 @@ def first_model(backend, ids, notices):
         return ids[0]
     if ids == [] and backend.entry["local"]:
         raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: " + backend.entry["get"].format(model="MODEL"))
-    raise MMError("config", f"no model is named: say -m MODEL (mm --models lists those of {backend.name})")
+    own = "" if backend.name in PROVIDERS else ", or local: true in the config, which takes its first"
+    raise MMError("config", f"no model is named: say -m MODEL (mm --models lists those of {backend.name}){own}")
 
 
 def ask_models(backend):
     """-> (status, model list) or (0, MMError)."""
     found = first_good([(backend, "models")], lambda status, data: True)
-    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and said nothing for {PROBE_SECONDS:g} s: is it busy?")
+    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and gave no model list within {PROBE_SECONDS:g} s: is it busy? (-m MODEL needs none)")
     return found[1:] if found else (0, slow)
 
 
@@ -1323,8 +1338,8 @@ def dig(data, path, model):
     for key in path.split("."):
         if key == "[]":
             entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
-            names = ("id", "model", "name", "key", "Model")
-            data = next((e for e in entries if any(same_model(str(e.get(n, "")), model) for n in names)),
+            ids = ("id", "model", "name", "key", "Model")
+            data = next((e for e in entries if any(same_model(str(e.get(key, "")), model) for key in ids)),
                         entries[0] if len(entries) == 1 else None)
         elif isinstance(data, list):
             data = data[int(key)] if key.isdigit() and int(key) < len(data) else None
@@ -1737,7 +1752,7 @@ def parse_arguments(raw):
 # goes on sending those. Clients that count the answer alone kill a model that thinks for minutes.
 # ======================================================================================================================
 
-TOKENS = ("reasoning", "answer", "call", "held")  # held: what ThinkTags (section 7) cannot tell yet
+TOKENS = ("reasoning", "answer", "call", "held")  # held: thinking or answer, which ThinkTags (section 7) cannot tell yet
 GRACE_SECONDS = 1.0  # for usage and [DONE] after the finish_reason; some servers never send them nor close
 BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
 
@@ -1830,6 +1845,7 @@ class ModelCall:
 
 
 def stalled_error(silent, phase):
+    """Not asked again: a person has waited for a whole limit already, and a server that is merely slow would be so once more."""
     silent = f"{silent:.2g}" if silent < 1 else f"{silent:.0f}"
     if phase == "first":
         return MMError("stalled", f"nothing came for {silent} s: is the model still loading, or the prompt very long? "
@@ -1899,7 +1915,6 @@ def serialised(body):
     return json.dumps(cleaned(body), ensure_ascii=False, separators=(",", ":")).encode()
 
 
-
 # -- thinking that goes back (reasoningEcho)
 #
 # A template can render earlier thinking: then a model goes on from its own thoughts in a loop of tool calls, and the prompt that the
@@ -1950,7 +1965,7 @@ class Echo:
         self.refusing = set()  # models whose template refused it
 
     def thought_of(self, text, tokens, served):
-        """{"thought": …} for the message of an answer that is whole, or {}. served: what the server called the model."""
+        """{"thought": …} for the message of an answer that is whole, or {}. Notes what the server called the model (served)."""
         model = self.backend.model
         self.served[model] = served
         thought = {"text": text, "field": self.backend.entry["echo"], "maker": (model, served), "tokens": max(1, tokens)}
@@ -2025,7 +2040,10 @@ class ThinkTags:
                 then: the tag makes it thinking, the end of the stream makes it the answer
     "answer"    nothing is looked for
     Of a text in pieces "hm </thi" and "nk> ok", the first gives "hm", and keeps " </thi" as it may become a tag; the second "ok".
+    Of "I write `</think>` there</think>ok", "ok" is the answer: the first tag is quoted.
     """
+
+    MOST_SPACE = 100  # characters of white space that are kept back, as they may stand around a tag
 
     def __init__(self, state):
         self.state, self.quotes = state, CodeQuotes()
@@ -2069,7 +2087,7 @@ class ThinkTags:
         """The text without the tag that it begins with; "" until that can be told."""
         start = text.lstrip()
         if any(tag.startswith(start) for tag in (THINK, THINK_END)):
-            self.rest = text[-100:]
+            self.rest = text[-self.MOST_SPACE:]
             return ""
         self.begun = True
         if start.startswith(THINK):
@@ -2084,7 +2102,7 @@ class ThinkTags:
     def certain(self, text):
         """How much of the text is no part of a closing tag, nor white space before one."""
         cut = len(text) - max(size for size in range(len(THINK_END)) if text.endswith(THINK_END[:size]))
-        return max(len(text[:cut].rstrip()), cut - 100)
+        return max(len(text[:cut].rstrip()), cut - self.MOST_SPACE)
 
     def in_code(self):
         """Whether a tag here is quoted. A lone backtick is no quote in thinking that is shown, unless the tag follows it at once."""
@@ -2195,7 +2213,7 @@ class Protocol:
 
         tap: an open file or None; notice: told what went wrong there; tags: see tag_state().
         """
-        url, proxy, answered = self.backend.endpoint(self.path), "", False
+        url, answered = self.backend.endpoint(self.path), False
         session, proxy = open_session(connection, url)
         from http.client import HTTPException
         from urllib3.exceptions import HTTPError  # not before open_session() has found requests
@@ -2215,7 +2233,8 @@ class Protocol:
             connection.close()
 
     def end_thinking(self, its_id):
-        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Blocks for PROBE_SECONDS at most."""
+        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Called in the main thread, while the
+        stream is read in its own; blocks for PROBE_SECONDS at most, and as long as a name look-up takes."""
         url, connection = self.backend.endpoint("chat/completions/control"), Connection()
         timer = connection.hang_up_after(PROBE_SECONDS)
         try:
@@ -2367,25 +2386,25 @@ class GgufHeader:
         self.file, self.order, self.values, self.tokens, self.items = file, "<", {}, (0, 0), 0
         if file.read(4) != b"GGUF":
             raise ValueError("this is no GGUF file")
-        version = self.number("I")
+        version = self.read_number("I")
         if version > 0xFFFF:
             self.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in (2, 3):
             raise ValueError(f"this is GGUF version {version}: mm reads 2 and 3")
-        self.number("Q")  # of tensors
-        for _ in range(self.checked(self.number("Q"), self.MOST_ITEMS)):
-            self.read_pair(self.text(), self.number("I"))
+        self.read_number("Q")  # of tensors
+        for _ in range(self.checked(self.read_number("Q"), self.MOST_ITEMS)):
+            self.read_pair(self.read_text(), self.read_number("I"))
 
     def read_pair(self, key, kind):
         if kind == self.ARRAY:
-            kind, count = self.number("I"), self.number("Q")
+            kind, count = self.read_number("I"), self.read_number("Q")
             if kind == self.TEXT and key == "tokenizer.ggml.tokens":
                 self.tokens = self.file.tell(), count
             self.skip(kind, count)  # arrays of arrays are in no known model
         elif kind == self.TEXT and key == "tokenizer.chat_template":
-            self.values[key] = self.text()
+            self.values[key] = self.read_text()
         elif kind in self.NUMBERS:
-            self.values[key] = self.number(self.NUMBERS[kind])
+            self.values[key] = self.read_number(self.NUMBERS[kind])
         else:
             self.skip(kind, 1)
 
@@ -2394,23 +2413,23 @@ class GgufHeader:
             raise ValueError("the header is damaged")
         return value
 
-    def bytes(self, size):
+    def read(self, size):
         raw = self.file.read(size)
         if len(raw) < size:
             raise ValueError("the file ends within its header")
         return raw
 
-    def number(self, letter):
-        return struct.unpack(self.order + letter, self.bytes(struct.calcsize(self.order + letter)))[0]
+    def read_number(self, letter):
+        return struct.unpack(self.order + letter, self.read(struct.calcsize(self.order + letter)))[0]
 
-    def text(self):
-        return self.bytes(self.checked(self.number("Q"), self.MOST)).decode("utf-8", "replace")
+    def read_text(self):
+        return self.read(self.checked(self.read_number("Q"), self.MOST)).decode("utf-8", "replace")
 
     def skip(self, kind, count):
         if kind == self.TEXT:
             self.items = self.checked(self.items + count, self.MOST_ITEMS)
             for _ in range(count):
-                self.file.seek(self.checked(self.number("Q"), self.MOST), 1)
+                self.file.seek(self.checked(self.read_number("Q"), self.MOST), 1)
         elif kind in self.NUMBERS:
             self.file.seek(self.checked(count, 1 << 40) * struct.calcsize(self.order + self.NUMBERS[kind]), 1)
         else:
@@ -2423,7 +2442,7 @@ class GgufHeader:
             return ""
         self.file.seek(start)
         self.skip(self.TEXT, number)
-        return self.text()
+        return self.read_text()
 
 
 def template_of(path):
@@ -2450,8 +2469,8 @@ def template_of(path):
 # ======================================================================================================================
 # 8. Tools
 #
-# What a model may call: four tools of mm's own, rows of BUILT_IN and methods of Toolbox by the same names, and the
-# commands of the config file. A tool gets arguments that are a JSON object and gives back text; whatever goes wrong is
+# What a model may call: four tools of mm's own, rows of BUILT_IN, of which those for files are methods of Toolbox by the
+# same names, and the commands of the config file. A tool gets arguments that are a JSON object and gives back text; whatever goes wrong is
 # text for the model, never an exception. Reading below the working directory is free; everything else asks. Nothing
 # here trusts a path before its symbolic links are followed, a file before it is known to be one, or a command to end or
 # to be brief.
@@ -2487,8 +2506,8 @@ class Toolbox:
     """The tools offered to a model, and what they may do.
 
     names: those that are on; commands: the config's own; seconds: time limit of a command, 0 for none; hidden: names of
-    environment variables that hold keys; permit: called with the tool's name, what a call will do, in one line, and the lines that
-    it would change; returns "y", "n" or "a" (always, for this tool); None where nobody can be asked, so that it is refused.
+    environment variables that hold keys; permit: called with the tool's name once a person has seen the call (shown()); returns "y",
+    "n" or "a" (always, for this tool); None where nobody can be asked, so that it is refused.
     """
 
     def __init__(self, names=(), commands=None, seconds=120.0, hidden=(), permit=None):
@@ -2555,7 +2574,7 @@ class Toolbox:
         """Raises ToolError unless the call is free or permitted."""
         if name in self.always or self.is_free(name, arguments):
             return
-        answer = self.permit(name, *self.preview(name, arguments)) if self.permit else None
+        answer = self.permit(name) if self.permit else None
         if answer is None:
             raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here (mm -y runs tools without asking).")
         if answer == "a":
@@ -2758,14 +2777,16 @@ def command_fault(name, command):
     if unknown:
         return f"unknown key {one_line(unknown[0], 40)}{did_you_mean(unknown[0], ('description', 'parameters', 'command'))}"
     argv, parameters = command.get("command"), command.get("parameters") or {}
-    if not isinstance(argv, list) or not argv or not all(isinstance(part, str) for part in argv) or PLACE.fullmatch(argv[0]):
+    if not isinstance(argv, list) or not argv or not all(isinstance(part, str) for part in argv):
         return "command: wants a list of texts, such as [date, -u]"
+    if PLACE.search(argv[0]):
+        return "command: the program to run is not for the model to choose"
     if not is_object_schema(parameters):
         return "parameters: wants a JSON schema: {type: object, properties: {NAME: {type: string}}}"
-    names, needed = parameters.get("properties", {}), parameters.get("required", [])
-    if not isinstance(needed, list) or not all(isinstance(key, str) and key in names for key in needed):
+    properties, needed = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(needed, list) or not all(isinstance(key, str) and key in properties for key in needed):
         return "parameters.required: names a parameter that is not in properties"
-    unknown = [key for part in argv for key in PLACE.findall(part) if key not in names]
+    unknown = [key for part in argv for key in PLACE.findall(part) if key not in properties]
     return f"command: no parameter is called {unknown[0]}" if unknown else ""
 
 
@@ -2937,7 +2958,7 @@ class Conversation:
     toolbox: what the model may call; record: called with each message when it is complete, and with {"history": [...]} when
     the history is replaced; session: the Session it records to, or None. restartable: whether a view can mark a
     restart; False where the answer goes to a pipe, from which it could not be taken back. end_thinking: whether Ctrl-C ends the
-    thinking first, where the server can. tap: an open file for the bytes of every stream, or None.
+    thinking first, where the server can. tap: an open file for the bytes of every stream, summaries too, or None.
     """
 
     def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True, end_thinking=False, tap=None):
@@ -2965,7 +2986,8 @@ class Conversation:
         self.stopped = self.toolbox.stopped = False
 
     def ask(self, question, keep=None):
-        """One turn. Its last event is `done`; an `error` before it says what ended it early. keep: the history it goes on from."""
+        """One turn. Its last event is `done`; an `error` before it says what ended it early. keep: the history it goes on from, where
+        that is not all of it (/retry)."""
         self.begin()
         message = {"role": "user", "content": question}
         if keep is None:
@@ -2976,7 +2998,7 @@ class Conversation:
         yield self.done()
 
     def guarded(self, work):
-        """The events of `work`, and an `error` for what ends it; the answer so far stays, also when the turn is dropped."""
+        """The events of `work`, and an `error` for what ends it; the answer so far stays, also where run_turn() closes the turn."""
         try:
             yield from work
         except MMError as error:
@@ -3059,24 +3081,24 @@ class Conversation:
         if self.toolbox.stopped:
             raise MMError("cancelled", "stopped")
 
-    def model_call(self, body=None):
+    def model_call(self, make_body=None):
         """One model call, asked again where that can help, with the same bytes unless something is left out of them; no tool runs
         again. -> its whole Reply.
 
-        body: a function that makes the bytes of a request that is not the conversation's own (a summary).
+        make_body: for a request that is not the conversation's own (a summary): makes its bytes.
         """
         tries, loading, compacted, started = 0, False, False, time.monotonic()
         while True:
-            reply = Reply(None if body else self.timeline, self.echo.on)
+            reply = Reply(None if make_body else self.timeline, self.echo.on)
             self.replies.append(reply)
             try:
-                if body:
-                    yield from self.read(reply, body(), self.protocol.tag_state(False, unseen=True))
+                if make_body:
+                    yield from self.read(reply, make_body(), self.protocol.tag_state(False, unseen=True))
                 else:
                     yield from self.read(reply, self.request(), self.protocol.tag_state(self.think))
                 return reply
             except MMError as error:
-                left_out = "" if body else (yield from self.leave_out(error, reply, compacted))
+                left_out = "" if make_body else (yield from self.leave_out(error, reply, compacted))
                 if left_out:
                     compacted = compacted or left_out == "turns"
                     continue
@@ -3093,12 +3115,12 @@ class Conversation:
                 tries += not loading
                 yield from self.pause(0.0 if error.again == "stream" else error.wait)
             finally:
-                if not body:  # a second try that brings nothing does not take away what the first one brought
+                if not make_body:  # a second try that brings nothing does not take away what the first one brought
                     self.partial = reply.answer.getvalue() or self.partial
                 self.call, self.ending = None, ""
 
     def leave_out(self, error, reply, compacted):
-        """What the next request can do without, if the one that ended in `error` was too much: -> "thinking", "turns" or ""."""
+        """Leaves out of the next request what it can do without, if the one that ended in `error` was too much; -> "thinking", "turns" or ""."""
         if reply.first_token is None and (yield from self.give_up_thoughts(error)):
             return "thinking"
         if error.kind != "overflow" or compacted or self.no_summary or not self.settings["compactAt"]:
@@ -3149,7 +3171,7 @@ class Conversation:
             yield {"type": "notice", "message": hint}
 
     def give_up_thoughts(self, error):
-        """Whether the request that ended in `error` held thinking, which was too much or refused, and will hold none now."""
+        """Takes the thinking out of the history if the request that ended in `error` held some, which was too much or refused; -> whether."""
         refused = refuses_thoughts(error)
         if not self.thought_tokens or self.stopped or not (refused or error.kind == "overflow"):
             return False
@@ -3231,24 +3253,28 @@ class Conversation:
             text, left_out = transcript(messages, room)
             if left_out:
                 yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into the summary's own request, and are left out"}
-            asked, before = [{"role": "user", "content": SUMMARY + text}], len(self.replies)
+            asked, before, reply = [{"role": "user", "content": SUMMARY + text}], len(self.replies), Reply()
+            work = self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused)))
             try:
-                for event in self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused))):
-                    if event["type"] in ("waiting", "progress", "notice"):
+                for event in work:
+                    reply = self.replies[-1]  # what model_call returns is lost in a for loop
+                    if reply.answer.tell() > max(len(text), 2000):
+                        raise MMError("empty", "the summary was longer than what it sums up")
+                    if event["type"] == "waiting" and reply.first_token is not None:
+                        yield {**event, "summing_up": sum(reply.tokens.values())}
+                    elif event["type"] in ("waiting", "progress", "notice"):
                         yield event
-                reply = self.replies[-1]  # what model_call returns is lost in a for loop
             except MMError as error:
                 if error.kind != "overflow" or attempt == 2:
                     raise
-                room = min(room, len(text)) // 2
+                room = min(room, len(text)) // 2  # once more, with half the text
                 continue
             finally:
+                work.close()
                 del self.replies[before:]
             answer = reply.answer.getvalue().strip()
             if not answer or reply.finish == "length":
                 raise MMError("empty", "the summary was cut" if answer else "the summary was empty")
-            if len(answer) > max(len(text), 4000):
-                raise MMError("empty", "the summary was longer than what it sums up")
             return answer
 
     # -- what a person changes in between
@@ -3341,12 +3367,12 @@ def verdict(reply, answer):
                "message": "a tool call was cut at the token limit, so it was not run: raise max_tokens"}
     elif reply.finish == "length" and tokens:
         yield {"type": "notice", "kind": "empty",
-               "message": f"the whole budget went into thinking ({tokens:,} tokens): raise max_tokens, or --no-think"}
+               "message": f"the whole budget went into thinking ({tokens:,} tokens): raise max_tokens, or --no-think (/think off)"}
     elif reply.finish == "length":
         yield {"type": "notice", "kind": "empty",
                "message": "no answer fits the token limit: raise max_tokens, or the context is full"}
     elif tokens:
-        raise MMError("empty", f"the model thought ({tokens:,} tokens) and gave no answer: ask again, or --no-think")
+        raise MMError("empty", f"the model thought ({tokens:,} tokens) and gave no answer: ask again, or --no-think (/think off)")
     else:
         raise MMError("empty", "the model gave no answer, and no reason")
 
@@ -3472,7 +3498,7 @@ def load_session(path):
         notes.append(f"session {name} is empty")
     elif history and (history[-1]["role"] != "assistant" or history[-1].get("tool_calls")) \
             and not history[-1]["content"].startswith(SUMMED_UP):
-        notes.append(f"session {name}: the last question has no answer; it was cut off")
+        notes.append(f"session {name}: the last question has no answer")
     return about, history, notes
 
 
@@ -3575,7 +3601,7 @@ class Pen:
         dumb = os.environ.get("TERM", "") == "dumb"
         self.moves = self.terminal and not dumb
         self.styled = self.moves and not os.environ.get("NO_COLOR")
-        self.column = {"begun": False}  # whether the line is begun; two pens on one screen share it
+        self.line = {"begun": False}  # shared by two pens on one screen
         self.pending, self.busy = [], 0.0  # busy: since when it is in a write, which can block
 
     def can_show(self, text):
@@ -3590,7 +3616,7 @@ class Pen:
             return
         if self.terminal:
             text = text.translate(VISIBLE)
-        self.column["begun"] = not text.endswith("\n")
+        self.line["begun"] = not text.endswith("\n")
         self.pending.append(f"\x1b[{style}m{text}\x1b[0m" if style and self.styled else text)
         if len(self.pending) > 500:  # a stream so fast that there is never a pause
             self.flush()
@@ -3605,7 +3631,7 @@ class Pen:
             return 80
 
     def new_line(self):
-        if self.column["begun"]:
+        if self.line["begun"]:
             self.write("\n")
 
     def say(self, text):
@@ -3641,7 +3667,7 @@ class Person:
         self.out, self.side, self.hide, self.quiet, self.stats = out, side, hide, quiet, stats
         self.pens = [out, side]
         if out.terminal and side.terminal:
-            side.column = out.column
+            side.line = out.line
         self.marks = ("💭 ", "🤖 ") if side.can_show("💭") else ("thinking: ", "answer: ")
         self.tool_mark = "🔧 " if side.can_show("🔧") else "tool: "
         self.status_shown = False
@@ -3711,6 +3737,8 @@ class Person:
         if "tool" in event:
             if event["seconds"] >= 1:
                 self.status(f"running · {event['seconds']:.0f} s · Ctrl-C ends it")
+        elif "summing_up" in event:
+            self.status(f"summing up · {waited:.0f} s · {event['summing_up']:,} tokens")
         elif self.unsure:
             room = max(0, self.side.columns() - 40) // 2  # a character can be two columns wide
             shown = one_line(self.unsure.translate(VISIBLE))
@@ -3786,15 +3814,15 @@ class Person:
         self.ran += event["ok"]
         self.progress, self.since, self.hidden, self.unsure = None, time.monotonic(), 0, ""
 
-    def permit(self, name, line, change):
-        """Asks a person whether a call may be made; the call itself is on the screen already. -> "y", "n" or "a"."""
+    def permit(self, name):
+        """Asks a person whether a call may be made, which on_tool_call() has shown; -> "y", "n" or "a"."""
         import termios
         self.close_block()
         termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before the question is no answer to it
         while True:
             self.side.say("  run this? y / n / a (always, this tool) ")
             line = os.read(sys.stdin.fileno(), 4096)  # of the terminal, which gives whole lines
-            self.side.column["begun"] = not line.endswith(b"\n")
+            self.side.line["begun"] = not line.endswith(b"\n")
             answer = line.decode("utf-8", "replace").strip().lower() if line else "no"
             if answer in ("y", "yes", "n", "no", "a", "always"):
                 return answer[:1]
@@ -3907,14 +3935,14 @@ def beside(told, bar, columns):
 
 def wrapped(parts, columns):
     """Parts in lines of at most so many columns, where each part fits into one."""
-    lines = []
+    rows = []
     for part in parts:
-        joined = f"{lines[-1]} {part}" if lines else part
-        if lines and fits(joined, columns):
-            lines[-1] = joined
+        joined = f"{rows[-1]} {part}" if rows else part
+        if rows and fits(joined, columns):
+            rows[-1] = joined
         else:
-            lines.append(part[2:] if part.startswith("· ") else part)
-    return "\n".join(lines)
+            rows.append(part[2:] if part.startswith("· ") else part)
+    return "\n".join(rows)
 
 
 # -- a turn, shown; Ctrl-C in it
@@ -3961,7 +3989,8 @@ def run_turn(conversation, turn, view):
 # ======================================================================================================================
 
 KERNEL_LINE = 4095
-NO_SWITCH = "mm does not know how this server is told to think or not: -p NAME says which it is, -o passes a field of its own"
+NO_SWITCH = "how this server is told to think or not is not known: -p NAME says which server it is, -o passes a field of its own"
+NO_RAW_TOOLS = "raw prompts take no tools, so the model will not hear of them"
 NO_TOOLS = "the model's chat template takes no tools, so the model will not hear of them"
 
 
@@ -3974,6 +4003,7 @@ class Repl:
         self.terminal = sys.stdin is not None and sys.stdin.isatty()
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
+        self.code = 0  # exit code of the last turn that failed
         self.reading = False  # whether a line is being typed
         self.ended = False  # the input came to its end behind a line that is still to be answered
         self.ahead = False  # whether what waits was typed during the answer: lines of their own, no paste
@@ -4004,6 +4034,7 @@ class Repl:
             pass  # a read-only home is no fault of the conversation
 
     def run(self, question=""):
+        """Until the input ends; -> exit code: 0 at a terminal, where a person saw what failed."""
         on_signal(signal.SIGINT, self.on_interrupt)
         if question:
             self.ask(question)
@@ -4017,7 +4048,7 @@ class Repl:
                 pass
         finally:
             self.save_lines()
-        return 0
+        return 0 if self.terminal else self.code
 
     def advise(self, told):
         """What the server says of itself; nothing of it stops anything, as a server may be started after mm."""
@@ -4048,7 +4079,7 @@ class Repl:
 
     def ask(self, text, keep=None):
         self.view.begin()
-        run_turn(self.conversation, self.conversation.ask(text, keep), self.view)
+        self.code = run_turn(self.conversation, self.conversation.ask(text, keep), self.view) or self.code
         self.last = self.conversation.done()
         self.ahead = True
 
@@ -4144,7 +4175,8 @@ class Repl:
     def compact(self, rest):
         before = self.conversation.size()
         self.conversation.begin()
-        run_turn(self.conversation, self.conversation.guarded(self.conversation.compact(everything=True)), self.view)
+        if run_turn(self.conversation, self.conversation.guarded(self.conversation.compact(everything=True)), self.view):
+            return
         self.say(f"context: about {before:,} tokens before, {self.conversation.size():,} now")
 
     def retry(self, rest):
@@ -4248,8 +4280,8 @@ def list_models(backend):
 
 
 def can_switch_thinking(conversation):
-    """Whether what is wanted of the thinking can be said to the server, or in the prompt that mm writes."""
-    return conversation.think is None or bool(conversation.backend.entry["thinking"]) or not conversation.protocol.applies_template
+    """Whether what is wanted of the thinking changes the request, or how its answer is read (ThinkTags)."""
+    return conversation.think is None or bool(conversation.backend.entry["thinking"] or conversation.protocol.tag_state(None))
 
 
 # ======================================================================================================================
@@ -4355,12 +4387,11 @@ def recorded_seconds(replies, thinking, answer):
             "total": rounded(prompt + predicted or None)}
 
 
-
 # ======================================================================================================================
 # 14. The command line
 #
 # Options, and what each is for; then run(), in the order of the path that a question takes. What needs no server comes first, and
-# a fault of the command line is told before standard input is read or a server asked.
+# a fault of the command line or the config is told before standard input is read, which may take long, or a server asked.
 # ======================================================================================================================
 
 def parser():
@@ -4523,7 +4554,8 @@ def check(backend, settings):
             ("key", backend.key_advice() if backend.key or not takes_first_model(backend) else
              f"none (${backend.entry.get('apiKeyEnv') or 'MM_API_KEY'} is not set)"),
             ("answers", answers), ("context", f"{told['window']:,} tokens" if told["window"] else "not told"),
-            ("tools", {True: "the model's template takes them", False: NO_TOOLS}.get(told["tools"], "not told")),
+            ("tools", NO_RAW_TOOLS if backend.entry["protocol"] == "completions" else
+             {True: "the model's template takes them", False: NO_TOOLS}.get(told["tools"], "not told")),
             ("config", settings.file or "none")]
     return [f"{name:<9} {value}" for name, value in rows], 0 if models is not None else 1
 
@@ -4548,8 +4580,10 @@ def run(args, view):
     path, history, notices = resumed(args, settings)
     tell(view, notices)
     view.hide = view.hide or (not settings["showThinking"] and not args.json)
-    sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
-    need_requests()  # or a pipe would be read in vain
+    sampling, toolbox, tap = sampling_options(args.option), make_toolbox(args, settings, view), open_tap(args.tap)
+    need_requests()
+    if not args.demo:
+        named_backend(settings)  # for its faults: a pipe would be read in vain
     question = question_of(args, notices, view)
     backend = backend_of(args, settings, notices)
     backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
@@ -4558,7 +4592,7 @@ def run(args, view):
         return print_rows(rows, view) or code
     if args.models:
         return print_rows(list_models(backend), view)
-    conversation, session = make_conversation(args, settings, backend, toolbox, path)
+    conversation, session = make_conversation(args, settings, backend, toolbox, tap, path)
     conversation.history += history
     tell(view, notices + what_it_cannot_do(conversation, probes=not wants_repl(args)))
     if wants_repl(args):
@@ -4582,7 +4616,7 @@ def what_it_cannot_do(conversation, probes):
         if not backend.entry["template"]:
             notices.append("no template is named for the raw prompts: chatml is used (template in the config)")
         if names:
-            notices.append("raw prompts take no tools, so the model will not hear of them")
+            notices.append(NO_RAW_TOOLS)
     elif names and backend.entry["tools"] and probes and probe(backend)["tools"] is False:
         notices.append(NO_TOOLS)
     return notices if can_switch_thinking(conversation) else [*notices, NO_SWITCH]
@@ -4605,29 +4639,33 @@ def tell(view, notices):
 
 
 def resumed(args, settings):
-    """-> (the resumed session's path or "", its history, notices). Its provider and model count unless an option says otherwise."""
+    """-> (the resumed session's path or "", its history, notices). What it remembers counts unless an option says otherwise."""
     notices = list(settings.notices)
     if not (args.resume or "").strip() and not args.last:
         return "", [], notices
     path = find_session((args.resume or "").strip())
     about, history, damage = load_session(path)
     last = next((message["content"] for message in reversed(history) if message["role"] == "user"), "nothing")
-    notices.append(f"session {session_id(path)}, {len(history)} messages; asked last: {one_line(last, 60)}")
-    chosen = {key for key in ("provider", "model", "url") if settings.source(key).startswith("-")}
-    if "url" in chosen or "provider" in chosen:  # another server is meant
-        chosen |= {"provider", "url"}
-    if settings.source("system").startswith("-"):
-        chosen.add("system")
-    if settings["providers"].get(settings["provider"], {}).get("model") and "provider" in chosen:
-        chosen.add("model")  # it has one of its own
+    notices.append(f"session {session_id(path)}, {len(history)} message{'s' * (len(history) != 1)}; asked last: {one_line(last, 60)}")
+    chosen = {key for key in ("provider", "model", "url", "system") if settings.is_option(key)}
+    if chosen & {"provider", "url"}:
+        chosen |= {"provider", "url"} | (set() if is_same_server(about, settings) else {"model"})
     for key, value in about.items():
         if value and key not in chosen:
             settings.put(key, value, f"session {session_id(path)}")
     return path, history, notices + damage
 
 
-def make_conversation(args, settings, backend, toolbox, path):
-    """-> (Conversation, its Session or None). path: of the session that is resumed, or ""."""
+def is_same_server(about, settings):
+    """Whether the provider or URL that was chosen is the one that a session remembers, so that its model is meant too."""
+    url = settings["url"] if settings.is_option("url") else ""
+    if url:
+        return show_url(blaming(settings.source("url"), base_url, url)[0]) == about.get("url")
+    return settings["provider"] == about.get("provider") and not about.get("url")
+
+
+def make_conversation(args, settings, backend, toolbox, tap, path):
+    """-> (Conversation, its Session or None). tap: see open_tap(); path: of the session that is resumed, or ""."""
     session = None
     if settings["save"] and not args.demo:
         about = {"provider": "" if backend.plain else backend.name, "model": backend.model, "system": settings["system"]}
@@ -4637,8 +4675,8 @@ def make_conversation(args, settings, backend, toolbox, path):
     conversation = Conversation(
         backend, settings, toolbox, session.record if session else None, session,
         restartable=args.json or sys.stdout.isatty(), end_thinking=sys.stdin is not None and sys.stdin.isatty() and not args.json,
-        tap=open_tap(args.tap))
-    if session and path and any(settings.source(key).startswith("-") for key in ("provider", "model", "url")):
+        tap=tap)
+    if session and path and any(settings.is_option(key) for key in ("provider", "model", "url")):
         session.record({"url": "", **about})
     return conversation, session
 
@@ -4647,7 +4685,7 @@ def make_toolbox(args, settings, view):
     commands = check_commands(settings["commands"], settings.source("commands"))
     hidden = {entry.get("apiKeyEnv") for entry in [*PROVIDERS.values(), *settings["providers"].values(), PLAIN]}
     can_ask = sys.stdin is not None and sys.stdin.isatty() and not args.json and view.side.terminal
-    permit = (lambda *call: "y") if args.yes else view.permit if can_ask else None
+    permit = (lambda name: "y") if args.yes else view.permit if can_ask else None
     toolbox = Toolbox([], commands, settings["commandTimeout"], filter(None, hidden), permit)
     names, known = settings["tools"], list(toolbox.known())
     unknown = [name for name in names if name not in [*known, "all", "none"]]

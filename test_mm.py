@@ -1801,7 +1801,7 @@ def test_raw_prompts_are_not_cut_at_the_few_tokens_that_openai_s_protocol_gives_
     server = serve(stream(raw_chunk("ok", "stop")))
     for provider in ("vllm", "llamacpp"):
         ask(raw(server, provider))
-    assert [post.body.get("max_tokens") for post in server.posts] == [mm.NO_ENTRY["limit"]["max_tokens"], None]
+    assert [post.body.get("max_tokens") for post in server.posts] == [mm.ENTRY_DEFAULTS["limit"]["max_tokens"], None]
 
 
 def test_calls_and_results_of_a_history_are_text_in_a_raw_prompt(serve):
@@ -2887,11 +2887,11 @@ def test_a_compacted_conversation_is_resumed_as_it_was_and_is_not_said_to_be_cut
     run_mm(*at(server), "-i", stdin="one\n/compact\n")
     result = run_mm("-c", "two")
     asked, = strict(server.arrived(3))
-    assert "the summary" in asked["content"] and asked["content"].endswith("two") and "cut off" not in result.err
+    assert "the summary" in asked["content"] and asked["content"].endswith("two") and "no answer" not in result.err
 
 
-def test_a_summary_longer_than_what_it_sums_up_changes_nothing(serve):
-    conversation = agent(serve(stream(chunk("long " * 2000) + STOP)))
+def test_a_summary_longer_than_what_it_sums_up_is_ended_and_changes_nothing(serve):
+    conversation = agent(serve(stream(*[chunk("long " * 100)] * 8, "hang")))
     conversation.history += [user("one"), assistant("two")]
     before = list(conversation.history)
     assert list(conversation.compact(everything=True))[-1]["type"] == "notice" and conversation.history == before
@@ -2936,7 +2936,7 @@ def test_kill_9_loses_the_answer_in_flight_alone_and_the_next_run_says_so(serve,
     process.kill()
     process.wait()
     result = run_mm("-c", "the next")
-    assert result.out == "ok\n" and "cut off" in result.err
+    assert result.out == "ok\n" and "no answer" in result.err
     said = str(strict(server.arrived(2)))
     assert "the question" in said and "the next" in said and ("echo $$" in said) == (kept == 2)
 
@@ -3090,8 +3090,28 @@ def test_a_session_s_url_does_not_get_what_an_option_sends_elsewhere(serve, run_
     first, second = serve(stream(OK)), serve(stream(OK))
     (tmp_path / "c.yaml").write_text(f"providers: {{two: {{url: '{second.url}', apiKeyEnv: TWO_API_KEY}}}}")
     run_mm("--url", first.url, "-m", "m", "1")
-    run_mm("--config", "c.yaml", "-c", "-p", "two", "2", env={"TWO_API_KEY": "k-two"})
+    run_mm("--config", "c.yaml", "-c", "-p", "two", "-m", "m", "2", env={"TWO_API_KEY": "k-two"})
     assert (len(first.posts), len(second.posts)) == (1, 1)
+
+
+@pytest.mark.parametrize("args, model", [
+    ([], "n"), (["-p", "one"], "n"), (["-p", "two"], "first"), (["--url", "{two}"], "first"), (["--url", "{one}/chat/completions"], "first"),
+    (["-p", "two", "-m", "o"], "o"),
+])
+def test_another_server_is_not_asked_for_the_model_that_a_session_remembers(serve, run_mm, tmp_path, args, model):
+    one, two = serve(stream(OK), models=["first"]), serve(stream(OK), models=["first"])
+    (tmp_path / "c.yaml").write_text(f"providers: {{one: {{url: '{one.url}', local: true}}, two: {{url: '{two.url}', local: true}}}}")
+    config = "--config", "c.yaml"
+    run_mm(*config, "-p", "one", "-m", "n", "1")
+    result = run_mm(*config, "-c", *(arg.format(one=one.url, two=two.url) for arg in args), "2")
+    assert (one.posts + two.posts)[-1].body["model"] == model and ("using the model first" in result.err) == (model == "first")
+
+
+def test_the_url_that_a_session_remembers_may_be_said_again_in_any_form(serve, run_mm):
+    server = serve(stream(OK), models=["first"])
+    run_mm("--url", server.url, "-m", "n", "1")
+    run_mm("-c", "--url", server.url + "/chat/completions", "2")
+    assert [post.body["model"] for post in server.posts] == ["n", "n"]
 
 
 def test_a_model_that_was_chosen_in_the_conversation_is_remembered(serve, run_mm):
@@ -3662,6 +3682,21 @@ def test_stats_and_compact_show_the_window_and_how_full_it_is(serve, run_mm, tmp
     assert re.search(r"1,000\D+2,000\D+50 ?%", said(result)) and "1,000 tokens before" in said(result)
     summary, after = server.arrived(2), strict(server.arrived(3))
     assert len(summary.body["messages"]) == 1 and len(after) == 1 and "the summary" in after[0]["content"] and after[0]["content"].endswith("two")
+
+
+def test_while_a_summary_is_written_the_status_line_says_so(serve, terminal):
+    on = threading.Event()
+    screen = terminal(*at(serve(stream(OK), stream(progress(10), progress(210), *[chunk("sum")] * 3, on, STOP))), "-i", "one")
+    screen.prompt()
+    screen.send("/compact\r")
+    screen.expect("summing up")
+    on.set()
+    screen.expect("now")
+
+
+@pytest.mark.parametrize("scripts, code", [([stream(OK), stream(OK)], 0), ([stream(OK), reply(500, {"error": "x"}), stream(OK)], 1)])
+def test_a_conversation_from_a_pipe_ends_with_the_exit_code_of_what_failed(serve, run_mm, scripts, code):
+    assert run_mm(*at(serve(*scripts)), "-i", stdin="one\n" * len(scripts)).code == code
 
 
 def test_ctrl_c_while_the_server_is_probed_ends_neither_mm_nor_the_question(serve, terminal):
