@@ -4216,6 +4216,8 @@ class Repl:
             box.names.clear()
         for name, (what, _) in box.known().items():
             self.say(f"  {'[x]' if name in box.names else '[ ]'} {name}  {one_line(what, 70)}")
+        if box.names and not self.conversation.protocol.applies_template:
+            self.say(NO_RAW_TOOLS)
 
     def model(self, rest):
         if rest:

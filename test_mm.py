@@ -3899,7 +3899,7 @@ def words(text):
 
 def test_every_option_is_in_the_help_and_in_the_readme_and_no_other(run_mm):
     known = {option for action in mm.parser()._actions for option in action.option_strings}
-    shown = {word.split()[0] for word in words(document("README.md").split("## Settings")[1].split("### Exit")[0]) if word[0] == "-"}
+    shown = {word.split()[0] for word in words(document("README.md").split("## Settings")[1].split("### Servers")[0]) if word[0] == "-"}
     helped = set(re.findall(r"(?m)(?<![\w-])--?[a-zA-Z][a-z-]*", run_mm("--help").out.split("options:")[-1]))
     longest = {max(action.option_strings, key=len) for action in mm.parser()._actions if action.option_strings}
     assert shown <= known and {option for option in known if len(option) == 2 or option in longest} <= helped
@@ -3938,6 +3938,13 @@ def test_every_event_and_kind_of_error_is_in_the_readme():
         assert [word for word in told[name] if word in fields] == list(fields), name
     raised = set(re.findall(r'MMError\("(\w+)"', document("mm.py"))) | {kind for _, _, kind, _, _ in mm.HINTS}
     assert raised == set(told["error"]) - {"kind", "message"}
+
+
+def test_every_key_of_a_provider_stands_with_its_default_in_the_readme():
+    rows = {words(key)[0]: default for key, default, _ in table("Servers of your own")}
+    assert list(rows) == list(mm.PROVIDER_KEYS)
+    assert all(words(rows[key]) == [default] for key, default in [("protocol", mm.ENTRY_DEFAULTS["protocol"]), ("apiKeyEnv", mm.PLAIN["apiKeyEnv"])])
+    assert rows["thinkTags"] == str(mm.ENTRY_DEFAULTS["thinkTags"]).lower() and next(iter(mm.TEMPLATES)) in rows["template"]
 
 
 def test_every_provider_is_in_the_readme_with_its_url_and_how_it_is_started():
