@@ -2779,7 +2779,7 @@ def command_fault(name, command):
     argv, parameters = command.get("command"), command.get("parameters") or {}
     if not isinstance(argv, list) or not argv or not all(isinstance(part, str) for part in argv):
         return "command: wants a list of texts, such as [date, -u]"
-    if PLACE.search(argv[0]):
+    if PLACE.fullmatch(argv[0]):
         return "command: the program to run is not for the model to choose"
     if not is_object_schema(parameters):
         return "parameters: wants a JSON schema: {type: object, properties: {NAME: {type: string}}}"
@@ -4752,7 +4752,10 @@ def show_template(path, view):
 def main(argv=None):
     """-> exit code. Whatever goes wrong becomes one line; a closed pipe ends mm quietly."""
     import gc
+    import warnings
     gc.set_threshold(50_000, 20, 20)  # importing requests makes many objects, which all stay
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # requests has some for its programmers: "chardet … doesn't match a supported version!"
     prepare_streams()
     view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
 

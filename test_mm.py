@@ -3836,6 +3836,12 @@ def test_the_system_prompt_is_sent_and_an_empty_one_unsets_the_config_s(serve, r
         [{"role": "system", "content": "from the file"}], [{"role": "system", "content": "be kind"}], []]
 
 
+def test_what_packages_warn_programmers_of_is_not_for_a_user(serve, run_mm, tmp_path):
+    (tmp_path / "chardet.py").write_text('__version__ = "99.0.0"')
+    result = run_mm(*at(serve(stream(OK))), "hi", env={"PYTHONPATH": str(tmp_path)})
+    assert (result.code, result.out, result.err) == (0, "ok\n", "")
+
+
 def test_blank_variables_are_the_same_as_none(serve, run_mm):
     blank = dict.fromkeys("MM_PROVIDER MM_MODEL MM_API_KEY MM_CONFIG XDG_CONFIG_HOME XDG_STATE_HOME http_proxy HOME".split(), "")
     server = serve(stream(OK))
