@@ -4533,7 +4533,7 @@ def test_a_real_stream_that_is_left_frees_the_server_for_the_next(ask_llama, lla
     while not {"💭", "🤖"} & set(screen.shown):
         assert screen.process.poll() is None
         screen.take()
-    while "stopped" not in screen.shown and "no answer" not in screen.shown:  # the first one may only end the thinking
+    while "> " not in screen.shown[screen.read:]:  # the first one may only end the thinking, and a short answer may come by itself
         assert screen.process.poll() is None
         screen.send("\x03")
         screen.take(0.5)
