@@ -119,7 +119,10 @@ def cleaned(value):
 
 
 def readable(text):
-    """Text from the command line or a terminal with what is no text replaced: its bytes are UTF-8 more often than the locale says."""
+    """Text from the command line or a terminal, with what is no text replaced.
+
+    Its bytes are UTF-8 more often than the locale says.
+    """
     try:
         return os.fsencode(text).decode()
     except UnicodeError:
@@ -160,7 +163,7 @@ def json_value(text, place=0):
         value, end = JSON_VALUE(text, place)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    brackets = text.count("[", place, end) + text.count("{", place, end)  # those in strings too: a quick look that errs on one side
+    brackets = text.count("[", place, end) + text.count("{", place, end)  # those in strings too: quick, and errs on one side
     if brackets > MAX_DEPTH and depth(value) > MAX_DEPTH:
         raise ValueError("nested too deeply")
     return value, end
@@ -248,7 +251,7 @@ PROVIDER_KEYS = {  # the keys of an entry below `providers:`, and their kinds
     "sampling": "map", "thinkTags": "flag", "protocol": "protocol", "template": "template",
 }
 LOOKS_LIKE_A_SECRET = re.compile(r"(?i)^(api[-_]?key|key|token|secret|password|bearer)$")
-KEY_IN_FILE = "a key does not belong in this file: put it into an environment variable, and that variable's name here as apiKeyEnv"
+KEY_IN_FILE = "a key does not belong in this file: put it into an environment variable, and the variable's name here as apiKeyEnv"
 
 
 class Bare(str):
@@ -271,12 +274,12 @@ def require(fine, value=None):
     return value
 
 
-def number(value, most=1e9):
+def as_number(value, most=1e9):
     """Also from text such as 5e-4, as YAML gives it; no bool, nan or negative number."""
     return require(not isinstance(value, bool) and 0 <= float(value) <= most, float(value))
 
 
-def names(value):
+def as_names(value):
     items = value.split(",") if isinstance(value, str) else value
     return require(isinstance(items, list), [item.strip() for item in items if item.strip()])
 
@@ -286,12 +289,12 @@ FORMATS = ("chatml", "llama3", "gemma", "mistral")
 KINDS = {  # kind: (how it is read, where whatever it raises means "not that"; what a person is told it wants)
     "text": (clean, "text (put it in quotes)"),
     "flag": (lambda value: FLAGS[str(value).strip().lower()], "true or false"),
-    "seconds": (number, "a number of seconds, such as 20"),
-    "count": (lambda value: require(number(value) % 1 == 0, int(number(value))), "a whole number, 0 or more"),
-    "fraction": (lambda value: number(value, 1), "a number from 0 to 1"),
-    "names": (names, "a list of names"),
+    "seconds": (as_number, "a number of seconds, such as 20"),
+    "count": (lambda value: require(as_number(value) % 1 == 0, int(as_number(value))), "a whole number, 0 or more"),
+    "fraction": (lambda value: as_number(value, 1), "a number from 0 to 1"),
+    "names": (as_names, "a list of names"),
     "map": (lambda value: require(isinstance(value, dict), typed(value)), "a map of keys and values"),
-    "as it is": (lambda value: require(isinstance(value, dict), value), "a map of keys and values"),  # each entry is read on its own
+    "as it is": (lambda value: require(isinstance(value, dict), value), "a map of keys and values"),  # each entry is read by itself
     "protocol": (lambda value: require(value in ("chat", "completions"), str(value)), "chat or completions"),
     "template": (lambda value: require(value in FORMATS, str(value)), ", ".join(FORMATS)),
 }
@@ -331,8 +334,8 @@ class Faults(list):
 class Settings:
     """Every setting's value, and for each that is no default, where it came from.
 
-    settings["retries"] is the value; settings.source("retries") is "--retries", "config.yaml: retries" or "" (the default); that of a
-    model can be "$MM_MODEL", or "session ID".
+    settings["retries"] is the value; settings.source("retries") is "--retries", "config.yaml: retries" or "" (the default);
+    that of a model can be "$MM_MODEL", or "session ID".
     settings.notices holds what a person should hear, such as unknown keys; settings.file is the config file, or "".
     """
 
@@ -383,8 +386,9 @@ def config_path(option, environ):
     if environ.get("MM_CONFIG", "").strip():
         return os.path.expanduser(environ["MM_CONFIG"].strip()), "$MM_CONFIG"
     around = os.path.dirname(os.path.realpath(__file__))
-    folder = os.path.dirname(around) if os.path.isfile(around) else around  # mm.pyz: beside it, not in it
-    for path in (os.path.join(folder, "config.yaml"), os.path.join(xdg_home("XDG_CONFIG_HOME", ".config", environ), "config.yaml")):
+    beside = os.path.dirname(around) if os.path.isfile(around) else around  # mm.pyz: beside it, not in it
+    for folder in (beside, xdg_home("XDG_CONFIG_HOME", ".config", environ)):
+        path = os.path.join(folder, "config.yaml")
         if os.path.isfile(path):
             return path, ""
     return "", ""
@@ -488,7 +492,8 @@ def parse_config(raw):
             return None
         if problem:
             raise MMError("config", f"not JSON: {one_line(problem)}") from None
-        raise MMError("config", f"this is YAML, and PyYAML is not installed: {sys.executable} -m pip install pyyaml, or write it as JSON") from None
+        raise MMError("config", "this is YAML, and PyYAML is not installed: "
+                                f"{sys.executable} -m pip install pyyaml, or write it as JSON") from None
     try:
         return from_yaml(yaml.compose(text, Loader=yaml.BaseLoader), yaml, set())
     except yaml.MarkedYAMLError as error:
@@ -542,8 +547,9 @@ MAX_WORDS = 1 << 16  # characters of an error that are looked at
 SENTENCE_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason", "error_description", "title")
 OVERFLOW = re.compile(r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length|prompt (is )?too long"
                       r"|tokens to keep|longer than the context|max_tokens must be at least 1, got -")
-OVERFLOW_PROMPT = re.compile(r"(?i)request \((\d{1,12}) tokens|input has (\d{1,12}) tokens|(\d{1,12}) in the messages|passed (\d{1,12}) input"
-                             r"|(\d{1,12}) input tokens|prompt \(length (\d{1,12})\)|requested (\d{1,12}) tokens|resulted in (\d{1,12}) tokens")
+OVERFLOW_PROMPT = re.compile(r"(?i)request \((\d{1,12}) tokens|input has (\d{1,12}) tokens|(\d{1,12}) in the messages"
+                             r"|passed (\d{1,12}) input|(\d{1,12}) input tokens|prompt \(length (\d{1,12})\)"
+                             r"|requested (\d{1,12}) tokens|resulted in (\d{1,12}) tokens")
 OVERFLOW_WINDOW = re.compile(r"(?i)context (?:size|length|window) \((\d{1,12})|model length of (\d{1,12})"
                              r"|context (?:size|length|window)[a-z' ]{0,24}?(\d{1,12})")
 HINTS = (  # (HTTP statuses, or none for any; what the words look like; kind; what to do; what may be tried)
@@ -704,8 +710,8 @@ def explain_exception(error, backend, proxy, answered):
         return MMError("unreachable", f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
                                       f"set NO_PROXY={host} to go round it")
     if "SSLError" in classes or any(isinstance(e, ssl.SSLError) for e in chain):
-        wrong = "is it plain http?" if "WRONG_VERSION" in repr(chain) or "RECORD_LAYER" in repr(chain) else "check its certificate"
-        return MMError("unreachable", compose(f"no TLS connection to {host}: {reason}", "", wrong))
+        advice = "is it plain http?" if re.search("WRONG_VERSION|RECORD_LAYER", repr(chain)) else "check its certificate"
+        return MMError("unreachable", compose(f"no TLS connection to {host}: {reason}", "", advice))
     if undialled and any(isinstance(e, socket.gaierror) for e in chain):
         return MMError("unreachable", f"no host named {host} is known: check the URL{backend.container_advice()}")
     if undialled:
@@ -727,7 +733,7 @@ def explain_exception(error, backend, proxy, answered):
 # ======================================================================================================================
 
 USAGE = {"stream_options": {"include_usage": True}}
-LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}  # the latter allows Protocol.end_thinking(), section 7
+LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}  # the latter is for Protocol.end_thinking()
 EFFORT = {"on": {"reasoning_effort": "medium"}, "off": {"reasoning_effort": "none"}}
 TEMPLATE_SWITCH = {"on": {"chat_template_kwargs": {"enable_thinking": True}},
                    "off": {"chat_template_kwargs": {"enable_thinking": False}}}
@@ -753,11 +759,12 @@ PROVIDERS = {
     # render            page that shows the prompt that messages become
     # keeps             page that tells whether the template keeps all thinking of a history
     # For raw prompts (section 7):
-    # limit             how a request asks for more than the 16 tokens at which OpenAI's protocol cuts an answer; {} where there is no such cut
+    # limit             how more is asked for than the 16 tokens at which OpenAI's protocol cuts an answer; {}: it cuts none
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH, "echo": "reasoning_content", "limit": {},
+        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "echo": "reasoning_content", "limit": {},
         "start": "docker desktop enable model-runner --tcp 12434", "get": "docker model pull {model}",
         "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
     },
@@ -766,9 +773,9 @@ PROVIDERS = {
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
         "echo": "reasoning_content", "render": "/apply-template", "limit": {},
         "start": "llama-server -m MODEL.gguf --port 8080", "get": "it has the models that --models lists",
-        "window": [("models", "data.[].meta.n_ctx"),
-                   (LLAMA_PROPS, "default_generation_settings.n_ctx")],
-        "tools": (LLAMA_PROPS, "chat_template_caps.supports_tools"), "keeps": (LLAMA_PROPS, "chat_template_caps.supports_preserve_reasoning"),
+        "window": [("models", "data.[].meta.n_ctx"), (LLAMA_PROPS, "default_generation_settings.n_ctx")],
+        "tools": (LLAMA_PROPS, "chat_template_caps.supports_tools"),
+        "keeps": (LLAMA_PROPS, "chat_template_caps.supports_preserve_reasoning"),
     },
     "ollama": {
         "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
@@ -824,7 +831,7 @@ class Connection:
         self.handles, self.dialled, self.hung_up = [], [], False
 
     def dial(self, host, port, http_connection):
-        """-> a connected socket for an http_connection of urllib3's; raises Undialled with every address tried, or gaierror inside it."""
+        """-> a connected socket for an http_connection of urllib3's. Raises Undialled: every address tried, or from a gaierror."""
         import socket
         tried = []
         self.dialled.append(http_connection)
@@ -888,7 +895,8 @@ def need_requests():
     except OSError as error:  # in mm.pyz: no place for the certificates
         raise MMError("config", f"the package requests cannot be loaded: {one_line(error, 200)}") from None
     except ImportError:
-        raise MMError("config", f"mm needs the package requests: {sys.executable} -m pip install requests (or `uv run mm.py`)") from None
+        raise MMError("config", "mm needs the package requests: "
+                                f"{sys.executable} -m pip install requests, or uv run mm.py") from None
     return requests
 
 
@@ -1045,9 +1053,10 @@ def fetch(connection, backend, path, tell, body=None):
 
 
 def first_good(asked, good, seconds=PROBE_SECONDS):
-    """Fetches [(backend, path[, body]), …] side by side; -> (index, status, JSON) of the first in that order that is good, or None.
+    """Fetches [(backend, path[, body]), …] side by side; -> (index, status, JSON) of the first that is good, or None.
 
-    One that answers later counts if those before it are no good, so all are waited for until that is settled, or time is up.
+    (The first in the list: one that answers later counts if those before it are no good, so all are waited for until that is
+    settled, or time is up.)
     """
     box, answers, deadline = queue.SimpleQueue(), {}, time.monotonic() + seconds
     connections = [Connection() for _ in asked]
@@ -1168,8 +1177,8 @@ def quoted(text):
 def base_url(text):
     """-> (base URL, query) from whatever form of it a person has. A path of its own is kept as it is. Raises MMError("config").
 
-    8080, box:8080, box -> http://box[:8080]/v1 · api.example.com -> https://api.example.com/v1 · a slash too many goes, and so does
-    the /chat/completions of a whole endpoint.
+    8080, box:8080, box -> http://box[:8080]/v1 · api.example.com -> https://api.example.com/v1 · a slash too many goes, and so
+    does the /chat/completions of a whole endpoint.
     """
     url = text.strip()
     url = "localhost:" + url.lstrip(":") if re.fullmatch(r":?\d{2,5}(/.*)?", url) else url  # a port alone
@@ -1256,7 +1265,7 @@ def with_key(backend, environ):
     backend.key = environ.get(variable, "").strip() if variable else ""
     odd = next((place for place, char in enumerate(backend.key, 1) if not 33 <= ord(char) <= 126), 0)
     if odd:
-        raise MMError("config", f"${variable}: character {odd} of the key is one that an HTTP header cannot carry: copy the key anew")
+        raise MMError("config", f"${variable}: an HTTP header cannot carry character {odd} of the key: copy the key anew")
     return backend
 
 
@@ -1285,7 +1294,8 @@ def discover(table, environ, notices):
     if not found:
         ports = ", ".join(f"{b.name} :{urlsplit(b.url).port}" for b in near)
         hint = "in a container, start one on the host" if in_container() else "start one, such as `llama-server -m MODEL.gguf`"
-        raise MMError("unreachable", f"no model server answers here ({ports}): {hint}, or name one with --url or -p; mm --demo needs none")
+        raise MMError("unreachable", f"no model server answers here ({ports}): {hint}, or name one with --url or -p; "
+                                     "mm --demo needs none")
     backend = (near + far)[found[0]]
     notices.append(f"using {backend.name} at {show_url(backend.url)}")
     return backend, model_ids(*found[1:])
@@ -1306,7 +1316,8 @@ def first_model(backend, ids, notices):
         notices.append(f"using the model {ids[0]}")
         return ids[0]
     if ids == [] and backend.entry["local"]:
-        raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: " + backend.entry["get"].format(model="MODEL"))
+        get = backend.entry["get"].format(model="MODEL")
+        raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: {get}")
     own = "" if backend.name in PROVIDERS else ", or local: true in the config, which takes its first"
     raise MMError("config", f"no model is named: say -m MODEL (mm --models lists those of {backend.name}){own}")
 
@@ -1314,7 +1325,8 @@ def first_model(backend, ids, notices):
 def ask_models(backend):
     """-> (status, model list) or (0, MMError)."""
     found = first_good([(backend, "models")], lambda status, data: True)
-    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and gave no model list within {PROBE_SECONDS:g} s: is it busy? (-m MODEL needs none)")
+    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and gave no model list within {PROBE_SECONDS:g} s: "
+                                  "is it busy? (-m MODEL needs none)")
     return found[1:] if found else (0, slow)
 
 
@@ -1436,7 +1448,7 @@ def lines(pieces):
 def events(rows):
     """SSE events as (name, data lines, at_end). at_end: the stream ended inside the event, so that it may be torn.
 
-    rows: lines(). A body that does not begin like SSE is given whole, with the name "body"; so is one in which nothing is an event.
+    rows: lines(). A body that does not begin like SSE is given whole, with the name "body"; so is one without any event.
     https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
     name, data, size, first = "", [], 0, True
@@ -1562,7 +1574,7 @@ def json_values(name, data, at_end, backend, url):
 
 
 def json_body(body, backend, url):
-    """Yields the JSON values of a body that is no event stream: a server that ignores `stream`, an error with status 200, a page."""
+    """Yields the JSON values of a body that is no event stream: of a server that ignores `stream`, or errs with status 200."""
     text = decoded(body)
     skipped, place, empty = re.compile(r"\s*(data:\s*\[DONE\])?\s*"), 0, True
     try:
@@ -1579,7 +1591,7 @@ def json_body(body, backend, url):
         return  # torn, which the missing end tells
     if title is not None:
         raise web_page_error(backend.redact(title), url)
-    raise MMError("protocol", f"{url} answered with something that is no event stream: {one_line(backend.redact(text[:4000]), 120)}")
+    raise MMError("protocol", f"{url} answered with what is no event stream: {one_line(backend.redact(text[:4000]), 120)}")
 
 
 def is_error(name, value):
@@ -1624,7 +1636,7 @@ def read_delta(delta):
             break
     if reasoning:
         yield "reasoning", reasoning
-    if content and (content != reasoning or content.isspace()):  # some gateways copy the thinking into content; a newline may be both
+    if content and (content != reasoning or content.isspace()):  # some gateways copy thinking into content; a newline may be both
         yield "answer", content
     calls = delta.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
@@ -1704,7 +1716,8 @@ class Calls:
         if call is None or not (its_id or name):  # arguments alone: the usual fragment; the index of some counts up within a call
             return call
         known_place = index is None or index in self.by_index  # else an index that is new
-        is_complete = fragment["arguments"].lstrip()[:1] in ("", "{", '"') and self.is_complete(call)  # what cannot begin one goes on
+        begins = fragment["arguments"].lstrip()[:1] in ("", "{", '"')  # what cannot begin a JSON object goes on with one
+        is_complete = begins and self.is_complete(call)
         if its_id and call["id"]:
             if its_id != call["id"]:  # another call, also where all have index 0
                 return None
@@ -1717,7 +1730,8 @@ class Calls:
     def is_complete(call):
         """Looked at for each fragment that repeats the name, so what cannot be the end of a JSON object is not parsed."""
         arguments = call["arguments"]
-        return bool(arguments) and arguments[-1].rstrip()[-1:] in ("", "}", '"') and parse_arguments("".join(arguments)) is not None
+        may_be = arguments and arguments[-1].rstrip()[-1:] in ("", "}", '"')
+        return bool(may_be) and parse_arguments("".join(arguments)) is not None
 
     def finished(self):
         """[{"id", "name", "arguments" (a dict, or None if they are no complete JSON object), "raw"}, …], ids unique."""
@@ -1762,8 +1776,8 @@ class ModelCall:
 
     open_stream: called in the reader thread with this call's Connection, returns an iterator of deltas or raises MMError.
     watchdog, first_token: the longest silence between tokens and before the first one, in seconds; 0 is no limit.
-    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) when nothing more is there: right after a delta,
-    with 0.0, so that a view can flush what it has, and then each second.
+    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) when nothing more is there: right after a
+    delta, with 0.0, so that a view can flush what it has, and then each second.
     stop(), also from a signal handler, makes the iteration raise MMError("cancelled").
     """
 
@@ -1803,8 +1817,8 @@ class ModelCall:
         thread = threading.Thread(target=self.read, daemon=True)
         thread.start()
         phase = "first"
-        # Seconds waited here since the last sign of life: not those in which mm was stopped, or its output stuck. A delta that is no
-        # sign of life does not reset it, so a server that sends nothing else reaches the limit all the same.
+        # Seconds waited here since the last sign of life: not those in which mm was stopped, or its output stuck. A delta that is
+        # no sign of life does not reset it, so a server that sends nothing else reaches the limit all the same.
         silent = 0.0
         try:
             while True:
@@ -1812,7 +1826,7 @@ class ModelCall:
                     kind, value = self.box.get_nowait()  # a fast stream looks at no clock
                 except queue.Empty:
                     limit, began = self.limits[phase], time.monotonic()
-                    patience = min(max(limit - silent, 0.001), 1.0) if limit else 1.0  # a second at most, so that a status line can move
+                    patience = min(max(limit - silent, 0.001), 1.0) if limit else 1.0  # a second at most: a status line moves
                     try:
                         kind, value = self.box.get(timeout=patience)
                         silent += min(patience, time.monotonic() - began)
@@ -1917,23 +1931,26 @@ def serialised(body):
 
 # -- thinking that goes back (reasoningEcho)
 #
-# A template can render earlier thinking: then a model goes on from its own thoughts in a loop of tool calls, and the prompt that the
-# server has in its cache, thinking included, is the beginning of the next one. It goes to nobody but the local model that made it.
+# A template can render earlier thinking: then a model goes on from its own thoughts in a loop of tool calls, and the prompt
+# that the server has in its cache, thinking included, is the beginning of the next one. It goes to nobody but the local model
+# that made it.
 
 EARLIER, LATEST = "mm-looks-for-this-earlier-thought", "mm-looks-for-this-latest-thought"
 
 
 def thoughts_rendered(backend, tools):
-    """Which thinking in a history the model's template renders: "all", "latest" (after the last question), "none", "" if not told.
+    """Which thinking in a history the model's template renders: "all", "latest" (after the last question), "none", "" if not
+    told.
 
     It is asked to render a history with two thoughts. Of the 67 templates in llama-server 11434, 20 render both, 14 the one that
-    follows the last question, the others none. tools: as they are offered, since some templates keep thinking in a tool loop only;
-    without any, nothing follows the last question, so whether the template would render it is not known, and it is taken to.
+    follows the last question, the others none. tools: as they are offered, since some templates keep thinking in a tool loop
+    only; without any, nothing follows the last question, so that is not known, and taken to be rendered.
     """
     if not backend.entry["render"]:
         return ""
     field = backend.entry["echo"]
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", field: EARLIER}, {"role": "user", "content": "3"}]
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", field: EARLIER},
+                {"role": "user", "content": "3"}]
     if tools:
         call = {"id": "call00000", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": "{}"}}
         messages += [{"role": "assistant", "content": "", field: LATEST, "tool_calls": [call]},
@@ -2004,7 +2021,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class CodeQuotes:
-    """Whether a text, read piece by piece, ends within quoted code, where a tag is text: a ``` block, or an odd backtick in its line."""
+    """Whether a text, read piece by piece, ends within quoted code, where a tag is text: a ``` block, or behind an odd backtick."""
 
     def __init__(self):
         self.fenced = False  # in a block
@@ -2054,7 +2071,7 @@ class ThinkTags:
         self.behind = False  # right behind a tag, where white space belongs to nothing
 
     def feed(self, text):
-        """Yields ("reasoning" or "answer", text) for what is settled, and ("held", text) for what is not and comes again once it is."""
+        """Yields ("reasoning" or "answer", text) of what is settled; ("held", text) of what is not, and comes again later."""
         text, self.rest = self.rest + text, ""
         if not self.begun:
             text = self.begin(text)
@@ -2105,7 +2122,7 @@ class ThinkTags:
         return max(len(text[:cut].rstrip()), cut - self.MOST_SPACE)
 
     def in_code(self):
-        """Whether a tag here is quoted. A lone backtick is no quote in thinking that is shown, unless the tag follows it at once."""
+        """Whether a tag here is quoted. In thinking that is shown, a lone backtick quotes only what follows it at once."""
         return self.quotes.are_open(loosely=self.state == "unsure")
 
     def inside(self, text):
@@ -2188,9 +2205,10 @@ def retry_after(headers):
 class Protocol:
     """How a request is posted and its stream read. A protocol adds these:
 
-    path: where, below the base URL · applies_template: whether the server makes the prompt, so that it takes tools and can be told to
-    think · fields(history, system, tools, think, thoughts): a request's body, before any options · tag_state(think, unseen): where
-    ThinkTags begin in its answers, or "" where the server parts the thinking itself.
+    path                where, below the base URL
+    applies_template    whether the server makes the prompt, so that it takes tools and can be told to think
+    fields(history, system, tools, think, thoughts)    a request's body, before any options
+    tag_state(think, unseen)    where ThinkTags begin in its answers, or "" where the server parts the thinking itself
     """
 
     def __init__(self, backend):
@@ -2259,8 +2277,9 @@ class Protocol:
 
     def refusal(self, response, url, proxy, connection):
         if response.status_code < 400:
-            target = response.headers.get("Location")
-            told = f"has moved to {show_url(moved_to(response, url))}: use that as the URL" if target else f"gave HTTP {response.status_code}"
+            told = f"gave HTTP {response.status_code}"
+            if response.headers.get("Location"):
+                told = f"has moved to {show_url(moved_to(response, url))}: use that as the URL"
             return MMError("not_found", f"{show_url(url)} {told}")
         timer = connection.hang_up_after(PROBE_SECONDS)  # an error whose text never ends is still an error
         said = beginning(response, MAX_WORDS)
@@ -2291,8 +2310,8 @@ class ChatCompletions(Protocol):
 
 # -- raw prompts
 
-# Format: for each role what stands before and after its text; how the model's turn begins, and the token that ends it. A template in
-# Jinja is of that format if it has the text `known_by`, and not the text `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
+# Format: for each role what stands before and after its text; how the model's turn begins, and the token that ends it. A
+# template in Jinja is of that format if it has the text `known_by`, and not `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
 TEMPLATES = {
     "chatml": {"system": ("<|im_start|>system\n", "<|im_end|>\n"), "user": ("<|im_start|>user\n", "<|im_end|>\n"),
                "assistant": ("<|im_start|>assistant\n", "<|im_end|>\n"), "turn": "<|im_start|>assistant\n", "stop": "<|im_end|>",
@@ -2314,7 +2333,7 @@ THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"  # as Q
 
 
 def without_tools(messages):
-    """Messages without tools, for a template that knows none: a call and its result become text; -> [(role, text)], roles alternating."""
+    """Messages for a template that knows no tools: a call and its result become text; -> [(role, text)], roles alternating."""
     turns = []
     for message in messages:
         role, text = message["role"], message["content"]
@@ -2357,7 +2376,8 @@ class RawCompletions(Protocol):
         template = TEMPLATES[entry["template"] or "chatml"]
         block = {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
         prompt = as_prompt(to_messages(history, system), template) + block
-        optional = {key: value for key, value in entry["fields"].items() if key != "reasoning_control"}  # the block is not the server's
+        optional = {**entry["fields"]}
+        optional.pop("reasoning_control", None)  # the thinking block is not the server's
         return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]],
                 **entry["limit"], **optional}
 
@@ -2470,10 +2490,10 @@ def template_of(path):
 # 8. Tools
 #
 # What a model may call: four tools of mm's own, rows of BUILT_IN, of which those for files are methods of Toolbox by the
-# same names, and the commands of the config file. A tool gets arguments that are a JSON object and gives back text; whatever goes wrong is
-# text for the model, never an exception. Reading below the working directory is free; everything else asks. Nothing
-# here trusts a path before its symbolic links are followed, a file before it is known to be one, or a command to end or
-# to be brief.
+# same names, and the commands of the config file. A tool gets arguments that are a JSON object and gives back text; whatever
+# goes wrong is text for the model, never an exception. Reading below the working directory is free; everything else asks.
+# Nothing here trusts a path before its symbolic links are followed, a file before it is known to be one, or a command to end
+# or to be brief.
 # ======================================================================================================================
 
 RESULT_BYTES = 16 << 10    # of a result that reach the model; the middle is cut out
@@ -2506,8 +2526,8 @@ class Toolbox:
     """The tools offered to a model, and what they may do.
 
     names: those that are on; commands: the config's own; seconds: time limit of a command, 0 for none; hidden: names of
-    environment variables that hold keys; permit: called with the tool's name once a person has seen the call (shown()); returns "y",
-    "n" or "a" (always, for this tool); None where nobody can be asked, so that it is refused.
+    environment variables that hold keys; permit: called with the tool's name once a person has seen the call (shown()), gives
+    "y", "n" or "a" (always, for this tool); None where nobody can be asked, so that it is refused.
     """
 
     def __init__(self, names=(), commands=None, seconds=120.0, hidden=(), permit=None):
@@ -2534,7 +2554,8 @@ class Toolbox:
         name, arguments = call["name"], call["arguments"]
         try:
             if arguments is None:
-                raise ToolError(f"The arguments were not a complete JSON object, so nothing was run: {one_line(call['raw'], 200)}")
+                raw = one_line(call["raw"], 200)
+                raise ToolError(f"The arguments were not a complete JSON object, so nothing was run: {raw}")
             if name not in self.names:
                 offered = ", ".join(sorted(self.names)) or "none"
                 raise ToolError(f"There is no tool called {one_line(name, 80)!r}. Tools: {offered}.")
@@ -2545,8 +2566,8 @@ class Toolbox:
             elif name in self.commands:
                 output = yield from self.command(arguments_of(self.commands[name], arguments))
             else:
-                known = BUILT_IN[name][1]["properties"]
-                output = getattr(self, name)(**{key: value for key, value in arguments.items() if key in known and value is not None})
+                known = [key for key in BUILT_IN[name][1]["properties"] if arguments.get(key) is not None]
+                output = getattr(self, name)(**{key: arguments[key] for key in known})
             return True, shortened(output)
         except ToolError as error:
             return False, shortened(str(error))
@@ -2576,7 +2597,7 @@ class Toolbox:
             return
         answer = self.permit(name) if self.permit else None
         if answer is None:
-            raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here (mm -y runs tools without asking).")
+            raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here (mm -y does not ask).")
         if answer == "a":
             self.always.add(name)
         elif answer != "y":
@@ -2672,15 +2693,15 @@ class Toolbox:
         return f"Wrote {len(clean(content).encode()):,} bytes to {path}."
 
     def command(self, argv):
-        """Runs argv, yielding seconds; -> its output and exit status. Its process group ends with its time, too much output, or stop."""
+        """Runs argv, yielding seconds; -> its output and exit status. Time, too much output, or stop ends its process group."""
         import select
         import subprocess
         environment = {key: value for key, value in os.environ.items() if key not in self.hidden and not key.endswith("_API_KEY")}
         self.busy = True  # before all else, as Ctrl-C can come at once
         output, started, reason, process = b"", time.monotonic(), "", None
         try:
-            process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                       stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL,
+                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
             while not reason and process.poll() is None:
                 if select.select([process.stdout], [], [], 0.05)[0]:
                     piece = os.read(process.stdout.fileno(), 1 << 16)
@@ -2713,7 +2734,8 @@ class Toolbox:
                 except subprocess.TimeoutExpired:
                     reason += ", and goes on: it belongs to another user"
             self.busy = False
-        text = f"(output that is not text: {len(output):,} bytes)" if b"\0" in output else output.decode("utf-8", "replace").rstrip("\n")
+        text = output.decode("utf-8", "replace").rstrip("\n")
+        text = f"(output that is not text: {len(output):,} bytes)" if b"\0" in output else text
         return f"{text}\n[{reason or f'exit status {process.returncode}'}]".lstrip("\n")
 
 
@@ -2941,7 +2963,7 @@ def read_reply(incoming, reply):
             reply.count_prompt(value[0])
             yield {"type": "progress", "processed": value[0], "total": value[1]}
         elif kind == "finish":
-            if not reply.finish or reply.finish == "stop":  # some servers say stop after tool_calls, and a bare [DONE] says nothing
+            if not reply.finish or reply.finish == "stop":  # some servers say stop after tool_calls; a bare [DONE] says nothing
                 reply.finish = value or reply.finish or ""
         elif kind in ("usage", "timings", "model", "id"):
             setattr(reply, kind, value)
@@ -2961,13 +2983,15 @@ class Conversation:
     thinking first, where the server can. tap: an open file for the bytes of every stream, summaries too, or None.
     """
 
-    def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True, end_thinking=False, tap=None):
+    def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True, end_thinking=False,
+                 tap=None):
         self.backend, self.settings, self.restartable, self.tap = backend, settings, restartable, tap
         self.toolbox, self.record, self.session = toolbox or Toolbox(), record or (lambda item: None), session
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
         self.history = []      # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo)
-        self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tag_state(None))  # what mm itself parted stays here
+        # what mm itself parted stays here
+        self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tag_state(None))
         self.refused = set()   # optional request fields that this server does not take
         self.notices = []      # what is to be said at the next occasion
         self.call = None       # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C counts too
@@ -2986,8 +3010,10 @@ class Conversation:
         self.stopped = self.toolbox.stopped = False
 
     def ask(self, question, keep=None):
-        """One turn. Its last event is `done`; an `error` before it says what ended it early. keep: the history it goes on from, where
-        that is not all of it (/retry)."""
+        """One turn. Its last event is `done`; an `error` before it says what ended it early.
+
+        keep: the history it goes on from, where that is not all of it (/retry).
+        """
         self.begin()
         message = {"role": "user", "content": question}
         if keep is None:
@@ -3023,7 +3049,7 @@ class Conversation:
             yield {"type": "notice", "message": self.notices.pop(0)}
 
     def interrupt(self):
-        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False where neither can be done here."""
+        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False where it can do neither."""
         if self.call and self.can_end_thinking() and not self.ending:
             self.ending = "wanted"
             self.call.wake()
@@ -3120,7 +3146,10 @@ class Conversation:
                 self.call, self.ending = None, ""
 
     def leave_out(self, error, reply, compacted):
-        """Leaves out of the next request what it can do without, if the one that ended in `error` was too much; -> "thinking", "turns" or ""."""
+        """Leaves out of the next request what it can do without, if the one that ended in `error` was too much.
+
+        -> "thinking", "turns", or "" for nothing.
+        """
         if reply.first_token is None and (yield from self.give_up_thoughts(error)):
             return "thinking"
         if error.kind != "overflow" or compacted or self.no_summary or not self.settings["compactAt"]:
@@ -3149,7 +3178,8 @@ class Conversation:
             time.sleep(min(0.1, seconds))
 
     def request(self):
-        """The bytes of the next request. Options (-o) are the strongest sampling: section 14 lays them over the provider's own."""
+        """The bytes of the next request."""
+        # options (-o) are the strongest: section 14 has laid them over the provider's own
         tools, sampling = self.toolbox.schemas(), merged(self.settings["sampling"], self.backend.entry["sampling"])
         thoughts = self.echo.thoughts(self.history, tools)
         self.thought_tokens = sum(thought["tokens"] for thought in thoughts.values())
@@ -3171,7 +3201,10 @@ class Conversation:
             yield {"type": "notice", "message": hint}
 
     def give_up_thoughts(self, error):
-        """Takes the thinking out of the history if the request that ended in `error` held some, which was too much or refused; -> whether."""
+        """Takes the thinking out of the history if the request that ended in `error` held some, and it was too much or refused.
+
+        -> whether.
+        """
         refused = refuses_thoughts(error)
         if not self.thought_tokens or self.stopped or not (refused or error.kind == "overflow"):
             return False
@@ -3186,15 +3219,15 @@ class Conversation:
     # -- the context window
 
     def measure(self, reply):
-        """Notes how many tokens the history is, where the server says so; thinking is counted apart, as not all of it goes back."""
+        """Notes how many tokens the history is, where the server says so; without thinking, as not all of it goes back."""
         tokens = prompt_tokens(reply.usage, reply.timings)
         if tokens:
             self.measured = (len(self.history), max(0, tokens - self.thought_tokens) + reply.produced_tokens()[1])
 
     def size(self):
-        """Tokens that the next prompt has: what the server counted last, a fourth of the characters since, and thinking that goes back.
+        """Tokens that the next prompt has: what the server counted last, a fourth of the characters since, and thinking (Echo).
 
-        For that, a server may be asked what its template renders, once for each model.
+        For the latter, a server may be asked what its template renders, once for each model.
         """
         (count, tokens), tools = self.measured, self.toolbox.schemas()
         tokens = tokens if count else tokens_in([self.system, tools])
@@ -3247,12 +3280,12 @@ class Conversation:
         return bool(places)
 
     def summary(self, messages):
-        """A summary of messages, asked for with thinking off. Raises MMError if there is none, or if it is too big for the context twice."""
+        """A summary of messages, asked for with thinking off. Raises MMError if there is none, or twice no room for its request."""
         room = int(self.window * 0.6) * 3 or 1 << 40  # characters: three a token is cautious, and the summary itself needs room
         for attempt in (1, 2):
             text, left_out = transcript(messages, room)
             if left_out:
-                yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into the summary's own request, and are left out"}
+                yield {"type": "notice", "message": f"the oldest {left_out} messages are left out: the summary's request has no room"}
             asked, before, reply = [{"role": "user", "content": SUMMARY + text}], len(self.replies), Reply()
             work = self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused)))
             try:
@@ -3316,11 +3349,15 @@ def tokens_in(value):
 
 def transcript(messages, room):
     """-> (messages as text of at most `room` characters, how many of the oldest were left out). Tool results shrink first."""
-    # characters of a tool result and of another text: cut less, then more, until all of it fits
-    for limit, most in ((4000, room // 2), (400, room // 2), (60, room // 4), (60, 1000), (60, 300)):
-        parts = [f"{message['role'].upper()}: {shorter(message['content'], limit if message['role'] == 'tool' else most)}" + "".join(
-            f"\nCALL {call['name']} {shorter(json.dumps(call['arguments'] or {}, ensure_ascii=False), limit)}"
-            for call in message.get("tool_calls") or []) for message in messages]
+    def part(message):
+        text = shorter(message["content"], of_tools if message["role"] == "tool" else of_others)
+        calls = (f"\nCALL {call['name']} {shorter(json.dumps(call['arguments'] or {}, ensure_ascii=False), of_tools)}"
+                 for call in message.get("tool_calls") or [])
+        return f"{message['role'].upper()}: {text}{''.join(calls)}"
+
+    # most characters of what a tool gave and took, and of another text: cut less, then more, until all of it fits
+    for of_tools, of_others in ((4000, room // 2), (400, room // 2), (60, room // 4), (60, 1000), (60, 300)):
+        parts = [part(message) for message in messages]
         if sum(map(len, parts)) + 2 * len(parts) <= room:
             break
     left_out, oldest = 0, int(SUMMED_UP in parts[0])  # an earlier summary stays
@@ -3359,7 +3396,7 @@ def verdict(reply, answer):
     tokens = reply.produced_tokens()[0]
     if answer.strip():
         if reply.finish == "length":
-            yield {"type": "notice", "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), or the context is full"}
+            yield {"type": "notice", "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), or the context's end"}
         elif reply.finish == "content_filter":
             yield {"type": "notice", "message": "the answer is cut: the server's content filter ended it"}
     elif reply.finish == "length" and reply.calls.calls:
@@ -3367,7 +3404,8 @@ def verdict(reply, answer):
                "message": "a tool call was cut at the token limit, so it was not run: raise max_tokens"}
     elif reply.finish == "length" and tokens:
         yield {"type": "notice", "kind": "empty",
-               "message": f"the whole budget went into thinking ({tokens:,} tokens): raise max_tokens, or --no-think (/think off)"}
+               "message": f"the whole budget went into thinking ({tokens:,} tokens): "
+                          "raise max_tokens, or --no-think (/think off)"}
     elif reply.finish == "length":
         yield {"type": "notice", "kind": "empty",
                "message": "no answer fits the token limit: raise max_tokens, or the context is full"}
@@ -3385,7 +3423,7 @@ def truncation_hint(body, reply):
     counted = as_int((reply.usage or {}).get("prompt_tokens"))
     sent = len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
     if counted and sent > 8000 and counted < sent / 8:
-        return f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: it cuts what does not fit its context"
+        return f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: it cuts what does not fit"
     return ""
 
 
@@ -3560,7 +3598,8 @@ def session_lines(most=50):
             out.append(error.message)
             continue
         first = next((message["content"] for message in history if message["role"] == "user"), "(empty)")
-        out.append(f"{name}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(modified))}  {len(history):>4}  {one_line(first, 60)}")
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
+        out.append(f"{name}  {when}  {len(history):>4}  {one_line(first, 60)}")
     return out or ["no session is saved yet"]
 
 
@@ -3798,7 +3837,7 @@ class Person:
         plain = f"{event['name']} {json.dumps(event['arguments'], ensure_ascii=False)}", []
         line, change = event["preview"]() if "preview" in event else plain  # a recorded stream has none
         line = UNSEEN.sub(lambda char: f"<{ord(char.group()):04x}>", line.replace("\r", "␍"))
-        self.side.write(self.tool_mark + line.replace("\n", "\n   │ ") + "\n")  # all of it: what is not seen cannot be permitted
+        self.side.write(self.tool_mark + line.replace("\n", "\n   │ ") + "\n")  # all of it: what is not seen is not permitted
         for row in change[:MOST_ROWS]:
             self.side.write(f"  {row[:300]}\n", {"+": "32", "-": "31"}.get(row[:1], NOTICE))
         if len(change) > MOST_ROWS:
@@ -3875,7 +3914,7 @@ class Ndjson:
 # -- figures (--stats)
 
 def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅▆▇█"):
-    """A turn's figures: times, tokens, how fast, a line of tokens over time each for thinking, answer and the reading of the prompt.
+    """A turn's figures: times, tokens, how fast; tokens over time, a line each for thinking, answer and the reading of the prompt.
 
     columns: where lines are to end, 0 for one line; marks: of thinking and answer; blocks: characters from few to many.
     """
@@ -3912,7 +3951,7 @@ def spanned(row):
 
 
 def sparkline(row, most, cells, blocks):
-    """[A line of blocks for the tokens of each span], or [] for none. cells: characters a span; most: tokens of the highest block."""
+    """[A line of blocks for the tokens of each span], or []. cells: characters a span; most: tokens of the highest block."""
     row = spanned(row)
     width = max(1, round(len(row) * cells))
     if len(row) < 2:  # all at once
@@ -4241,7 +4280,8 @@ class Repl:
     def show(self, rest):
         if rest in ("on", "off"):
             self.view.hide = rest == "off"
-        self.say(f"the thinking is {'hidden' if self.view.hide else 'shown'}" if rest in ("on", "off", "") else "say /show on or off")
+        state = "hidden" if self.view.hide else "shown"
+        self.say(f"the thinking is {state}" if rest in ("on", "off", "") else "say /show on or off")
 
     def set_system(self, rest):
         if rest:
@@ -4381,12 +4421,12 @@ def replay(path, tags=""):
 
 
 def recorded_seconds(replies, thinking, answer):
-    """`done`'s seconds of a recorded stream: those that it tells itself (llama.cpp's timings); the time of its replay means nothing."""
-    times = [reply.timings or {} for reply in replies]
-    prompt, predicted = (sum(told[key] for told in times if is_number(told.get(key))) / 1000 for key in ("prompt_ms", "predicted_ms"))
-    share = thinking / max(1, thinking + answer)
-    return {"first_token": rounded(prompt or None), "thinking": rounded(predicted * share), "answer": rounded(predicted * (1 - share)),
-            "total": rounded(prompt + predicted or None)}
+    """`done`'s seconds of a recorded stream: those that it tells itself (llama.cpp's timings); its replay's mean nothing."""
+    def told(key):
+        return sum(reply.timings[key] for reply in replies if reply.timings and is_number(reply.timings.get(key))) / 1000
+    prompt, predicted, share = told("prompt_ms"), told("predicted_ms"), thinking / max(1, thinking + answer)
+    return {"first_token": rounded(prompt or None), "thinking": rounded(predicted * share),
+            "answer": rounded(predicted * (1 - share)), "total": rounded(prompt + predicted or None)}
 
 
 # ======================================================================================================================
@@ -4413,7 +4453,8 @@ def parser():
                description="Asks a language model a question and shows it think, live, before it answers.\n"
                            "Piped text is added after the question; with no question and no pipe, a conversation begins.",
                epilog=f"providers: {', '.join(PROVIDERS)}, or one from the config file\n"
-                      "exit codes: 0 answered, 1 the server or the stream failed or no answer came, 2 usage or configuration, 130 Ctrl-C")
+                      "exit codes: 0 answered, 1 the server or the stream failed or no answer came, "
+                      "2 usage or configuration, 130 Ctrl-C")
     add = p.add_argument
     add("question", nargs="*", help=argparse.SUPPRESS)
     add("-p", "--provider", metavar="NAME", help="which server (see below)")
@@ -4430,8 +4471,8 @@ def parser():
     add("--json", action="store_true", help="events on stdout, one JSON object a line")
     add("-q", "--quiet", action="store_true", help="no notices and no status line")
     add("--stats", action="store_true", help="figures after the answer, and tokens over time")
-    add("--watchdog", metavar="S", dest="watchdogTimeout", help="longest silence between two tokens, in seconds (20; 0: no limit)")
-    add("--first-token", metavar="S", dest="firstTokenTimeout", help="longest wait for the first token, in seconds (120; 0: no limit)")
+    add("--watchdog", metavar="S", dest="watchdogTimeout", help="longest silence between two tokens in seconds (20; 0: no limit)")
+    add("--first-token", metavar="S", dest="firstTokenTimeout", help="longest wait for the first one in seconds (120; 0: no limit)")
     add("--retries", metavar="N", help="how often a broken stream is asked for again (1)")
     add("-t", "--tools", metavar="NAMES", help="offer tools to the model: a comma list, or all (list_files, read_file, ...)")
     add("-y", "--yes", action="store_true", help="run tools without asking")
@@ -4598,7 +4639,8 @@ def run(args, view):
     conversation.history += history
     tell(view, notices + what_it_cannot_do(conversation, probes=not wants_repl(args)))
     if wants_repl(args):
-        return Repl(conversation, view, session, os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")).run(question)
+        typed = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
+        return Repl(conversation, view, session, typed).run(question)
     return run_turn(conversation, conversation.ask(question), view)
 
 
@@ -4612,7 +4654,7 @@ def backend_of(args, settings, notices):
 
 
 def what_it_cannot_do(conversation, probes):
-    """Notices of what was asked for and will not have an effect. probes: the server is asked about tools (the REPL asks it anyway)."""
+    """Notices of what was asked for and will have no effect. probes: the server is asked about tools (the REPL asks it anyway)."""
     backend, names, notices = conversation.backend, conversation.toolbox.names, []
     if not conversation.protocol.applies_template:
         if not backend.entry["template"]:
@@ -4648,7 +4690,8 @@ def resumed(args, settings):
     path = find_session((args.resume or "").strip())
     about, history, damage = load_session(path)
     last = next((message["content"] for message in reversed(history) if message["role"] == "user"), "nothing")
-    notices.append(f"session {session_id(path)}, {len(history)} message{'s' * (len(history) != 1)}; asked last: {one_line(last, 60)}")
+    count = f"{len(history)} message{'s' * (len(history) != 1)}"
+    notices.append(f"session {session_id(path)}, {count}; asked last: {one_line(last, 60)}")
     chosen = {key for key in ("provider", "model", "url", "system") if settings.is_option(key)}
     if chosen & {"provider", "url"}:
         chosen |= {"provider", "url"} | (set() if is_same_server(about, settings) else {"model"})
