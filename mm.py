@@ -87,9 +87,10 @@ class MMError(Exception):
     window: the context in tokens, where an overflow names it.
     """
 
-    def __init__(self, kind, message, again="", wait=1.0, field="", window=0):
+    def __init__(self, kind, message, again="", wait=None, field="", window=0):
         super().__init__(message)
-        self.kind, self.message, self.again, self.wait, self.field, self.window = kind, message, again, wait, field, window
+        self.kind, self.message, self.again, self.field, self.window = kind, message, again, field, window
+        self.wait = 1.0 if wait is None else wait
 
 
 def one_line(text, limit=500):
@@ -646,7 +647,7 @@ def explain(status, body, backend, url, wait=None):
         again = "field" if refused else ""
     advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url, host=urlsplit(url).netloc)
     code = f"HTTP {status}" if status else ""
-    return MMError(kind, compose(said, code, advice), again, 1.0 if wait is None else wait, refused)
+    return MMError(kind, compose(said, code, advice), again, wait, refused)
 
 
 def compose(said, code, advice, limit=500):
@@ -1244,12 +1245,13 @@ def named_backend(settings, environ=os.environ):
     return with_key(Backend(name, entry, url), environ), notices
 
 
-def resolve(settings, environ=os.environ, needs_model=True):
+def resolve(settings, environ=os.environ, needs_model=True, named=None):
     """-> (Backend, [notices]). Looks for local servers when none is named, and for a model on the server when none is.
 
-    Raises MMError: config, or what the search for a server or a model ended with.
+    named: what named_backend() gave, where it was called already. Raises MMError: config, or what the search for a server or a
+    model ended with.
     """
-    backend, notices = named_backend(settings, environ)
+    backend, notices = named or named_backend(settings, environ)
     if backend:
         ids = answering(backend, notices)
     else:
@@ -1265,7 +1267,8 @@ def with_key(backend, environ):
     backend.key = environ.get(variable, "").strip() if variable else ""
     odd = next((place for place, char in enumerate(backend.key, 1) if not 33 <= ord(char) <= 126), 0)
     if odd:
-        raise MMError("config", f"${variable}: an HTTP header cannot carry character {odd} of the key: copy the key anew")
+        raise MMError("config", f"${variable}: character {odd} of the key is one that an HTTP header cannot carry: "
+                                "copy the key anew")
     return backend
 
 
@@ -1591,7 +1594,8 @@ def json_body(body, backend, url):
         return  # torn, which the missing end tells
     if title is not None:
         raise web_page_error(backend.redact(title), url)
-    raise MMError("protocol", f"{url} answered with what is no event stream: {one_line(backend.redact(text[:4000]), 120)}")
+    raise MMError("protocol", f"{url} answered with something that is no event stream: "
+                              f"{one_line(backend.redact(text[:4000]), 120)}")
 
 
 def is_error(name, value):
@@ -1939,8 +1943,7 @@ EARLIER, LATEST = "mm-looks-for-this-earlier-thought", "mm-looks-for-this-latest
 
 
 def thoughts_rendered(backend, tools):
-    """Which thinking in a history the model's template renders: "all", "latest" (after the last question), "none", "" if not
-    told.
+    """What thinking of a history the template renders: "all", "latest" (after the last question), "none", or "" if not told.
 
     It is asked to render a history with two thoughts. Of the 67 templates in llama-server 11434, 20 render both, 14 the one that
     follows the last question, the others none. tools: as they are offered, since some templates keep thinking in a tool loop
@@ -2251,8 +2254,11 @@ class Protocol:
             connection.close()
 
     def end_thinking(self, its_id):
-        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will. Called in the main thread, while the
-        stream is read in its own; blocks for PROBE_SECONDS at most, and as long as a name look-up takes."""
+        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will.
+
+        Called in the main thread, while the stream is read in its own; blocks for PROBE_SECONDS at most, and as long as a name
+        look-up takes.
+        """
         url, connection = self.backend.endpoint("chat/completions/control"), Connection()
         timer = connection.hang_up_after(PROBE_SECONDS)
         try:
@@ -2597,7 +2603,8 @@ class Toolbox:
             return
         answer = self.permit(name) if self.permit else None
         if answer is None:
-            raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here (mm -y does not ask).")
+            raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here "
+                            "(mm -y runs tools without asking).")
         if answer == "a":
             self.always.add(name)
         elif answer != "y":
@@ -2734,8 +2741,10 @@ class Toolbox:
                 except subprocess.TimeoutExpired:
                     reason += ", and goes on: it belongs to another user"
             self.busy = False
-        text = output.decode("utf-8", "replace").rstrip("\n")
-        text = f"(output that is not text: {len(output):,} bytes)" if b"\0" in output else text
+        if b"\0" in output:
+            text = f"(output that is not text: {len(output):,} bytes)"
+        else:
+            text = output.decode("utf-8", "replace").rstrip("\n")
         return f"{text}\n[{reason or f'exit status {process.returncode}'}]".lstrip("\n")
 
 
@@ -3285,7 +3294,8 @@ class Conversation:
         for attempt in (1, 2):
             text, left_out = transcript(messages, room)
             if left_out:
-                yield {"type": "notice", "message": f"the oldest {left_out} messages are left out: the summary's request has no room"}
+                yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into the summary's own request, "
+                                                    "and are left out"}
             asked, before, reply = [{"role": "user", "content": SUMMARY + text}], len(self.replies), Reply()
             work = self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused)))
             try:
@@ -3349,15 +3359,9 @@ def tokens_in(value):
 
 def transcript(messages, room):
     """-> (messages as text of at most `room` characters, how many of the oldest were left out). Tool results shrink first."""
-    def part(message):
-        text = shorter(message["content"], of_tools if message["role"] == "tool" else of_others)
-        calls = (f"\nCALL {call['name']} {shorter(json.dumps(call['arguments'] or {}, ensure_ascii=False), of_tools)}"
-                 for call in message.get("tool_calls") or [])
-        return f"{message['role'].upper()}: {text}{''.join(calls)}"
-
     # most characters of what a tool gave and took, and of another text: cut less, then more, until all of it fits
     for of_tools, of_others in ((4000, room // 2), (400, room // 2), (60, room // 4), (60, 1000), (60, 300)):
-        parts = [part(message) for message in messages]
+        parts = [as_part(message, of_tools, of_others) for message in messages]
         if sum(map(len, parts)) + 2 * len(parts) <= room:
             break
     left_out, oldest = 0, int(SUMMED_UP in parts[0])  # an earlier summary stays
@@ -3365,6 +3369,14 @@ def transcript(messages, room):
         parts.pop(oldest)
         left_out += 1
     return "\n\n".join(parts), left_out
+
+
+def as_part(message, of_tools, of_others):
+    """A message in a transcript, each of its texts cut to so many characters."""
+    text = shorter(message["content"], of_tools if message["role"] == "tool" else of_others)
+    calls = (f"\nCALL {call['name']} {shorter(json.dumps(call['arguments'] or {}, ensure_ascii=False), of_tools)}"
+             for call in message.get("tool_calls") or [])
+    return f"{message['role'].upper()}: {text}{''.join(calls)}"
 
 
 def shorter(text, limit):
@@ -3396,7 +3408,8 @@ def verdict(reply, answer):
     tokens = reply.produced_tokens()[0]
     if answer.strip():
         if reply.finish == "length":
-            yield {"type": "notice", "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), or the context's end"}
+            yield {"type": "notice", "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), "
+                                                "or the context is full"}
         elif reply.finish == "content_filter":
             yield {"type": "notice", "message": "the answer is cut: the server's content filter ended it"}
     elif reply.finish == "length" and reply.calls.calls:
@@ -3423,7 +3436,8 @@ def truncation_hint(body, reply):
     counted = as_int((reply.usage or {}).get("prompt_tokens"))
     sent = len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
     if counted and sent > 8000 and counted < sent / 8:
-        return f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: it cuts what does not fit"
+        return (f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: "
+                "it cuts what does not fit its context")
     return ""
 
 
@@ -4433,7 +4447,8 @@ def recorded_seconds(replies, thinking, answer):
 # 14. The command line
 #
 # Options, and what each is for; then run(), in the order of the path that a question takes. What needs no server comes first, and
-# a fault of the command line or the config is told before standard input is read, which may take long, or a server asked.
+# a fault of the command line or the config is told before standard input is read, which may take long, or a server asked; but for
+# --tap's file, which is emptied no sooner than it must be.
 # ======================================================================================================================
 
 def parser():
@@ -4597,7 +4612,7 @@ def check(backend, settings):
             ("key", backend.key_advice() if backend.key or not takes_first_model(backend) else
              f"none (${backend.entry.get('apiKeyEnv') or 'MM_API_KEY'} is not set)"),
             ("answers", answers), ("context", f"{told['window']:,} tokens" if told["window"] else "not told"),
-            ("tools", NO_RAW_TOOLS if backend.entry["protocol"] == "completions" else
+            ("tools", NO_RAW_TOOLS if not PROTOCOLS[backend.entry["protocol"]].applies_template else
              {True: "the model's template takes them", False: NO_TOOLS}.get(told["tools"], "not told")),
             ("config", settings.file or "none")]
     return [f"{name:<9} {value}" for name, value in rows], 0 if models is not None else 1
@@ -4623,19 +4638,18 @@ def run(args, view):
     path, history, notices = resumed(args, settings)
     tell(view, notices)
     view.hide = view.hide or (not settings["showThinking"] and not args.json)
-    sampling, toolbox, tap = sampling_options(args.option), make_toolbox(args, settings, view), open_tap(args.tap)
-    need_requests()
-    if not args.demo:
-        named_backend(settings)  # for its faults: a pipe would be read in vain
+    sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
+    need_requests()  # or a pipe would be read in vain; so it would with a server that cannot be
+    named = None if args.demo else named_backend(settings)
     question = question_of(args, notices, view)
-    backend = backend_of(args, settings, notices)
+    backend = backend_of(args, settings, named, notices)
     backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
     if args.check:
         rows, code = check(backend, settings)
         return print_rows(rows, view) or code
     if args.models:
         return print_rows(list_models(backend), view)
-    conversation, session = make_conversation(args, settings, backend, toolbox, tap, path)
+    conversation, session = make_conversation(args, settings, backend, toolbox, path)
     conversation.history += history
     tell(view, notices + what_it_cannot_do(conversation, probes=not wants_repl(args)))
     if wants_repl(args):
@@ -4644,11 +4658,11 @@ def run(args, view):
     return run_turn(conversation, conversation.ask(question), view)
 
 
-def backend_of(args, settings, notices):
+def backend_of(args, settings, named, notices):
     if args.demo:
         notices.append("--demo: a script answers, not a model")
         return Backend("demo", {"apiKeyEnv": ""}, start_demo(), "scripted")
-    backend, found = resolve(settings, needs_model=not args.check and not args.models)
+    backend, found = resolve(settings, needs_model=not args.check and not args.models, named=named)
     notices += found
     return backend
 
@@ -4693,8 +4707,8 @@ def resumed(args, settings):
     count = f"{len(history)} message{'s' * (len(history) != 1)}"
     notices.append(f"session {session_id(path)}, {count}; asked last: {one_line(last, 60)}")
     chosen = {key for key in ("provider", "model", "url", "system") if settings.is_option(key)}
-    if chosen & {"provider", "url"}:
-        chosen |= {"provider", "url"} | (set() if is_same_server(about, settings) else {"model"})
+    if chosen & {"provider", "url"}:  # a server, and the model too unless it is the remembered one
+        chosen |= {"provider", "url"} if is_same_server(about, settings) else {"provider", "url", "model"}
     for key, value in about.items():
         if value and key not in chosen:
             settings.put(key, value, f"session {session_id(path)}")
@@ -4703,14 +4717,13 @@ def resumed(args, settings):
 
 def is_same_server(about, settings):
     """Whether the provider or URL that was chosen is the one that a session remembers, so that its model is meant too."""
-    url = settings["url"] if settings.is_option("url") else ""
-    if url:
-        return show_url(blaming(settings.source("url"), base_url, url)[0]) == about.get("url")
+    if settings.is_option("url"):
+        return show_url(blaming(settings.source("url"), base_url, settings["url"])[0]) == about.get("url")
     return settings["provider"] == about.get("provider") and not about.get("url")
 
 
-def make_conversation(args, settings, backend, toolbox, tap, path):
-    """-> (Conversation, its Session or None). tap: see open_tap(); path: of the session that is resumed, or ""."""
+def make_conversation(args, settings, backend, toolbox, path):
+    """-> (Conversation, its Session or None). path: of the session that is resumed, or ""."""
     session = None
     if settings["save"] and not args.demo:
         about = {"provider": "" if backend.plain else backend.name, "model": backend.model, "system": settings["system"]}
@@ -4720,7 +4733,7 @@ def make_conversation(args, settings, backend, toolbox, tap, path):
     conversation = Conversation(
         backend, settings, toolbox, session.record if session else None, session,
         restartable=args.json or sys.stdout.isatty(), end_thinking=sys.stdin is not None and sys.stdin.isatty() and not args.json,
-        tap=tap)
+        tap=open_tap(args.tap))
     if session and path and any(settings.is_option(key) for key in ("provider", "model", "url")):
         session.record({"url": "", **about})
     return conversation, session
@@ -4761,6 +4774,7 @@ def question_of(args, notices, view):
 
 
 def open_tap(path):
+    """Called once there is a server to ask, as it empties the file."""
     if not path:
         return None
     try:
