@@ -1361,13 +1361,13 @@ def test_silence_between_tokens_ends_the_call(serve, no_thread_left, token, afte
 
 
 @pytest.mark.parametrize("sign", [
-    [chunk(reasoning="a")] * 8, [chunk("a")] * 8, [call(index=0, arguments="a")] * 8,
-    [sse({"choices": [], "prompt_progress": {"total": 8, "cache": 0, "processed": n}}) for n in range(8)],
+    [chunk(reasoning="a")] * 6, [chunk("a")] * 6, [call(index=0, arguments="a")] * 6,
+    [sse({"choices": [], "prompt_progress": {"total": 6, "cache": 0, "processed": n}}) for n in range(6)],
 ], ids=["thinking", "answer", "arguments", "progress"])
 def test_a_sign_of_life_keeps_a_call_alive_longer_than_either_limit(serve, sign):
-    steps = [step for piece in sign for step in (piece, 0.1)]
+    steps = [step for piece in sign for step in (piece, 0.08)]
     server = serve(stream(*steps, OK), stream(OK))
-    assert error(ask(talk(server, firstTokenTimeout=0.4, watchdogTimeout=0.4))) is None
+    assert error(ask(talk(server, firstTokenTimeout=0.32, watchdogTimeout=0.32))) is None
 
 
 def test_progress_that_does_not_move_is_no_sign_of_life(serve):
@@ -1376,7 +1376,7 @@ def test_progress_that_does_not_move_is_no_sign_of_life(serve):
 
 
 def test_a_limit_of_0_is_no_limit(serve):
-    events = ask(talk(serve([0.4, *stream(chunk("o"), 0.4, chunk("k") + STOP)]), firstTokenTimeout=0.0, watchdogTimeout=0.0))
+    events = ask(talk(serve([0.2, *stream(chunk("o"), 0.2, chunk("k") + STOP)]), firstTokenTimeout=0.0, watchdogTimeout=0.0))
     assert (text(events), error(events)) == ("ok", None)
 
 
@@ -1675,10 +1675,10 @@ def test_an_unstreamed_answer_without_tags_is_whole(serve):
 
 
 def test_held_text_is_a_sign_of_life(serve):
-    body = [step for _ in range(8) for step in (chunk("so "), 0.1)]
-    conversation = talk(serve(stream(*body, STOP)), watchdogTimeout=0.4)
+    body = [step for _ in range(6) for step in (chunk("so "), 0.08)]
+    conversation = talk(serve(stream(*body, STOP)), watchdogTimeout=0.32)
     conversation.backend.entry["thinkTags"] = True
-    assert text(ask(conversation)) == "so " * 8
+    assert text(ask(conversation)) == "so " * 6
 
 
 @pytest.mark.parametrize("think, answer", [(None, "4"), (True, "4"), (False, "hm</think>4")])
