@@ -17,11 +17,11 @@ hosted one. It needs Python 3.9 and `requests`, and no configuration.
 The path of a token, from the socket to the screen; each step is a function or class of that name:
 
     in a thread of its own, Protocol.stream:
-        Connection --> body_pieces --> Tap --> unpacked --> lines --> events --> deltas --> split_thinking (where a server needs it)
-        the socket     as it arrives   --tap   of gzip      of SSE    of SSE     (kind, value)    |
+        Connection --> body_pieces --> Tap --> unpacked --> lines --> events --> deltas
+        the socket     as it arrives   --tap   of gzip      of SSE    of SSE     (kind, value), into a queue
     in the main thread:                                                                          queue
-        Pen <-- Person.show <-- run_turn <-- Conversation.ask <-- read_reply <-- ModelCall <------+
-        screen  or Ndjson.show               a turn, by way of    events         the watchdog
+        Pen <-- Person.show <-- run_turn <-- Conversation.ask <-- read_reply <-- split_thinking <-- ModelCall
+        screen  or Ndjson.show               a turn, by way of    events         where needed       the watchdog
                                              .steps (calls, tools), .model_call (asked again), .read
 
 Sections, each using only functions and classes that stand above it (a Backend, section 3, is handed to section 2 as it is):
@@ -249,7 +249,7 @@ SETTINGS = {  # key: (kind, default, variable of the environment, option); url a
 FILE_KEYS = [key for key in SETTINGS if key not in ("url", "think")]
 PROVIDER_KEYS = {  # the keys of an entry below `providers:`, and their kinds
     "like": "text", "url": "text", "fallback": "names", "apiKeyEnv": "text", "model": "text", "local": "flag",
-    "sampling": "map", "thinkTags": "flag", "protocol": "protocol", "template": "template",
+    "sampling": "map", "thinkTags": "tags", "protocol": "protocol", "template": "template",
 }
 LOOKS_LIKE_A_SECRET = re.compile(r"(?i)^(api[-_]?key|key|token|secret|password|bearer)$")
 KEY_IN_FILE = "a key does not belong in this file: put it into an environment variable, and the variable's name here as apiKeyEnv"
@@ -290,6 +290,7 @@ FORMATS = ("chatml", "llama3", "gemma", "mistral")
 KINDS = {  # kind: (how it is read, where whatever it raises means "not that"; what a person is told it wants)
     "text": (clean, "text (put it in quotes)"),
     "flag": (lambda value: FLAGS[str(value).strip().lower()], "true or false"),
+    "tags": (lambda value: {**FLAGS, "open": "open"}[str(value).strip().lower()], "true, false or open"),
     "seconds": (as_number, "a number of seconds, such as 20"),
     "count": (lambda value: require(as_number(value) % 1 == 0, int(as_number(value))), "a whole number, 0 or more"),
     "fraction": (lambda value: as_number(value, 1), "a number from 0 to 1"),
@@ -1770,7 +1771,7 @@ def parse_arguments(raw):
 # goes on sending those. Clients that count the answer alone kill a model that thinks for minutes.
 # ======================================================================================================================
 
-TOKENS = ("reasoning", "answer", "call", "held")  # held: thinking or answer, which ThinkTags (section 7) cannot tell yet
+TOKENS = ("reasoning", "answer", "call")
 GRACE_SECONDS = 1.0  # for usage and [DONE] after the finish_reason; some servers never send them nor close
 BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
 
@@ -2023,156 +2024,99 @@ class Echo:
 THINK, THINK_END = "<think>", "</think>"
 
 
-class CodeQuotes:
-    """Whether a text, read piece by piece, ends within quoted code, where a tag is text: a ``` block, or behind an odd backtick."""
-
-    def __init__(self):
-        self.fenced = False  # in a block
-        self.head, self.ticks = "", 0  # of the line so far: its beginning without marks of lists, its backticks
-        self.last = ""  # character
-
-    def read(self, text):
-        for place, row in enumerate(text.split("\n")):
-            if place:  # the line before it has ended
-                self.fenced ^= self.is_fence()
-                self.head, self.ticks = "", 0
-            if len(self.head) < 3:
-                self.head = (self.head + row[:100]).lstrip(" \t-*+>0123456789.)")[:3]
-            self.ticks += row.count("`")
-        self.last = text[-1:] or self.last
-
-    def is_fence(self):
-        return self.head == "```" and self.ticks < 6  # ```so``` stands within a line
-
-    def are_open(self, loosely):
-        """loosely: an odd backtick counts wherever it stood in the line, else only right before this place."""
-        odd = self.ticks % 2 == 1 and not self.is_fence() and (loosely or self.last == "`")
-        return odd or self.fenced != self.is_fence()
-
-
 class ThinkTags:
-    """Parts text at <think> and </think>, for servers that leave it to their clients; a tag can be split over deltas.
+    """Parts text at <think> and </think>, for servers that leave that to their clients.
 
-    It begins in one of these states:
-    "thinking"  the block was opened in the prompt: all is thinking up to the closing tag, and then comes the answer
-    "leading"   a text that begins with <think> is in the state "thinking", any other in the state "answer"
-    "unsure"    likewise, but the block may have been opened in the prompt, which only a closing tag can tell. Text is held until
-                then: the tag makes it thinking, the end of the stream makes it the answer
-    "answer"    nothing is looked for
-    Of a text in pieces "hm </thi" and "nk> ok", the first gives "hm", and keeps " </thi" as it may become a tag; the second "ok".
-    Of "I write `</think>` there</think>ok", "ok" is the answer: the first tag is quoted.
+    opened: the template has opened the block in the prompt, so that the text begins within it.
+    Else only a text that begins with <think> has thinking. The first </think> ends the block,
+    as in the servers' own parsers; what follows it is answer, whatever tags it holds.
+    Of the pieces "hm </thi" and "nk> ok", the first gives "hm ", and the second "ok".
     """
 
-    MOST_SPACE = 100  # characters of white space that are kept back, as they may stand around a tag
+    MOST_SPACE = 100  # characters before the opening tag
 
-    def __init__(self, state):
-        self.state, self.quotes = state, CodeQuotes()
-        self.begun = state == "answer"  # whether it is known what the text begins with
-        self.rest = ""       # what could still become a tag, or white space that belongs to none
-        self.held = []       # told as held: thinking if a closing tag comes, and else the answer
-        self.quoted = None   # what came after a closing tag in quoted code, as that quote may never end
-        self.behind = False  # right behind a tag, where white space belongs to nothing
+    def __init__(self, opened):
+        self.opened = opened
+        self.state = "start"  # then "thinking"; "gap" is the white space behind the block; "answer"
+        self.rest = ""        # what could still become a tag
 
     def feed(self, text):
-        """Yields ("reasoning" or "answer", text) of what is settled; ("held", text) of what is not, and comes again later."""
+        """Yields ("reasoning" or "answer", text) of what is settled; a part of a tag is kept."""
         text, self.rest = self.rest + text, ""
-        if not self.begun:
+        if self.state == "start":
             text = self.begin(text)
-        text = self.without_space(text)
-        while text and self.state in ("thinking", "unsure"):
-            before, tag, after = text.partition(THINK_END)
-            if not tag:
-                cut = self.certain(text)
-                before, self.rest = text[:cut], text[cut:]
-            self.quotes.read(before)
-            if tag and not self.in_code():
-                yield from self.inside(before.rstrip())
-                if self.held:
-                    yield "reasoning", "".join(self.held)
-                self.state, self.held, self.behind, text = "answer", [], True, after
+        if self.state == "thinking":
+            thought, tag, text = text.partition(THINK_END)
+            if tag:
+                self.state = "gap"
             else:
-                yield from self.inside(before + tag)
-                self.quoted, text = [] if tag else self.quoted, after
-        text = self.without_space(text)
-        if text:
+                thought, self.rest = self.without_part_of_tag(thought)
+            if thought:
+                yield "reasoning", thought
+        if self.state == "gap":
+            text = text.lstrip()
+            if text:
+                self.state = "answer"
+        if self.state == "answer" and text:
             yield "answer", text
 
-    def without_space(self, text):
-        if self.behind:
-            text = text.lstrip()
-            self.behind = not text
-        return text
-
     def begin(self, text):
-        """The text without the tag that it begins with; "" until that can be told."""
+        """The text behind the tag that it begins with; "" until that can be seen."""
         start = text.lstrip()
-        if any(tag.startswith(start) for tag in (THINK, THINK_END)):
-            self.rest = text[-self.MOST_SPACE:]
+        may_be_tag = THINK.startswith(start) or THINK_END.startswith(start)
+        if may_be_tag and start not in (THINK, THINK_END) and len(text) < self.MOST_SPACE:
+            self.rest = text
             return ""
-        self.begun = True
         if start.startswith(THINK):
-            self.state, self.behind, text = "thinking", True, start[len(THINK):]
-        elif self.state == "thinking":
-            text = start
-        elif self.state == "leading":
-            self.state, self.behind = "answer", start.startswith(THINK_END)
-            text = start[len(THINK_END):] if self.behind else text
+            self.state = "thinking"
+            return start[len(THINK):]
+        if self.opened:
+            self.state = "thinking"
+            return text
+        if start.startswith(THINK_END):  # left behind by a server that parts the thinking itself
+            self.state = "gap"
+            return start[len(THINK_END):]
+        self.state = "answer"
         return text
 
-    def certain(self, text):
-        """How much of the text is no part of a closing tag, nor white space before one."""
-        cut = len(text) - max(size for size in range(len(THINK_END)) if text.endswith(THINK_END[:size]))
-        return max(len(text[:cut].rstrip()), cut - self.MOST_SPACE)
+    @staticmethod
+    def without_part_of_tag(text):
+        """-> (text, its end if that could begin a closing tag)."""
+        for size in range(len(THINK_END) - 1, 0, -1):
+            if text.endswith(THINK_END[:size]):
+                return text[:-size], text[-size:]
+        return text, ""
 
-    def in_code(self):
-        """Whether a tag here is quoted. In thinking that is shown, a lone backtick quotes only what follows it at once."""
-        return self.quotes.are_open(loosely=self.state == "unsure")
-
-    def inside(self, text):
-        if text and self.quoted is not None:
-            self.quoted.append(text)
-        if text and self.state == "unsure":
-            self.held.append(text)
-        if text:
-            yield ("held" if self.state == "unsure" else "reasoning"), text
-
-    def end(self, whole=True):
-        """Yields what is left. whole: the stream has ended as it should, so that what was held is the answer."""
-        thought, answer = "", self.rest
-        if self.state == "unsure":
-            held = "".join([*self.held, self.rest])
-            if self.quoted and self.in_code():  # the quote never ended, so the tag in it was one
-                thought, _, answer = held.rpartition(THINK_END)
-            else:
-                thought, answer = ("", held) if whole else (held, "")
-        elif self.state == "thinking":
-            thought, answer = self.rest, "".join([*self.quoted, self.rest]) if self.quoted else ""
-        if self.state == "thinking" or thought and answer:
-            thought, answer = thought.rstrip(), answer.lstrip()
-        self.state, self.begun, self.rest, self.held, self.quoted = "answer", True, "", [], None
-        if thought:
-            yield "reasoning", thought
-        if answer:
-            yield "answer", answer
+    def end(self):
+        """Yields what is left. Whatever comes later is answer."""
+        is_thinking = self.state == "thinking" or (self.state == "start" and self.opened)
+        if self.rest:
+            yield ("reasoning" if is_thinking else "answer"), self.rest
+        self.state, self.rest = "answer", ""
 
 
 def split_thinking(incoming, tags):
     """Deltas with their answer parted by ThinkTags. Raises what `incoming` raises."""
     try:
         for kind, value in incoming:
-            if kind == "reasoning" and not tags.begun:
-                tags.state = "leading"  # the server parts it itself, but may leave the closing tag behind
             if kind == "answer":
-                settled = list(tags.feed(value))
-                yield from settled or [("held", "")]  # nothing to show, and yet a sign of life
-            else:
-                if kind in ("call", "finish"):
-                    yield from tags.end()
-                yield kind, value
-        yield from tags.end()
+                yield from tags.feed(value)
+                continue
+            if kind == "reasoning":  # the server parts it itself
+                tags.opened = False
+            elif kind in ("call", "finish"):
+                yield from tags.end()
+            yield kind, value
     except MMError:
-        yield from tags.end(whole=False)
+        yield from tags.end()
         raise
+    yield from tags.end()
+
+
+def has_lone_end(answer):
+    """Whether an answer holds a closing tag that begins a line, and no opening one before it."""
+    match = re.search(r"(?m)^\s*</think>", answer)
+    return match is not None and THINK not in answer[:match.start()]
 
 
 # -- the protocols, and what they need of HTTP
@@ -2211,7 +2155,7 @@ class Protocol:
     path                where, below the base URL
     applies_template    whether the server makes the prompt, so that it takes tools and can be told to think
     fields(history, system, tools, think, thoughts)    a request's body, before any options
-    tag_state(think, unseen)    where ThinkTags begin in its answers, or "" where the server parts the thinking itself
+    tags(think)         the ThinkTags of an answer, or None where the server parts the thinking itself
     """
 
     def __init__(self, backend):
@@ -2229,10 +2173,10 @@ class Protocol:
             body.pop("stream_options", None)  # vLLM refuses it then
         return body
 
-    def stream(self, body, connection, tap, notice, tags):
+    def stream(self, body, connection, tap, notice):
         """Posts bytes; -> an iterator of deltas. Raises MMError.
 
-        tap: an open file or None; notice: told what went wrong there; tags: see tag_state().
+        tap: an open file or None; notice: told what went wrong there.
         """
         url, answered = self.backend.endpoint(self.path), False
         session, proxy = open_session(connection, url)
@@ -2243,8 +2187,7 @@ class Protocol:
                 if response.status_code >= 300:
                     raise self.refusal(response, url, proxy, connection)
                 answered = True
-                incoming = deltas(Tap(body_pieces(response), tap, notice), self.backend, show_url(url))
-                yield from split_thinking(incoming, ThinkTags(tags)) if tags else incoming
+                yield from deltas(Tap(body_pieces(response), tap, notice), self.backend, show_url(url))
         except MMError as error:
             error.message = self.backend.redact(error.message)
             raise
@@ -2307,11 +2250,11 @@ class ChatCompletions(Protocol):
                 "messages": to_messages(history, system, thoughts), "stream": True, **entry["fields"]}
         return body if think is None else merged(body, entry["thinking"].get("on" if think else "off", {}))
 
-    def tag_state(self, think, unseen=False):
-        """unseen: nobody watches the answer (a summary), so that it can wait for a closing tag."""
-        if not self.backend.entry["thinkTags"]:
-            return ""
-        return "unsure" if unseen else {True: "thinking", False: "leading"}.get(think, "unsure")
+    def tags(self, think):
+        setting = self.backend.entry["thinkTags"]
+        if not setting:
+            return None
+        return ThinkTags(think is True or (setting == "open" and think is None))
 
 
 # -- raw prompts
@@ -2387,8 +2330,9 @@ class RawCompletions(Protocol):
         return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]],
                 **entry["limit"], **optional}
 
-    def tag_state(self, think, unseen=False):
-        return "leading" if unseen else {True: "thinking", False: "answer"}.get(self.opens(think), "leading")
+    def tags(self, think):
+        opens = self.opens(think)
+        return None if opens is False else ThinkTags(opens is True)
 
 
 PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
@@ -2851,7 +2795,7 @@ class Timeline:
 
     def __init__(self):
         self.started, self.span = time.monotonic(), 0.05  # seconds
-        self.rows = {kind: [0] * self.SPANS for kind in ("prompt", "reasoning", "answer", "call", "held")}
+        self.rows = {kind: [0] * self.SPANS for kind in ("prompt", "reasoning", "answer", "call")}
 
     def add(self, kind, tokens, now):
         place = int((now - self.started) / self.span)
@@ -2860,11 +2804,6 @@ class Timeline:
                 row[:] = [a + b for a, b in zip(row[::2], row[1::2])] + [0] * (self.SPANS // 2)
             self.span, place = self.span * 2, place // 2
         self.rows[kind][place] += tokens
-
-    def settle(self, kind):
-        """What was held turns out to be of that kind."""
-        self.rows[kind] = [a + b for a, b in zip(self.rows[kind], self.rows["held"])]
-        self.rows["held"] = [0] * self.SPANS
 
 
 class Reply:
@@ -2876,8 +2815,8 @@ class Reply:
         self.calls = Calls()
         self.finish, self.usage, self.timings = None, None, None
         self.model, self.id = "", ""  # as the server calls them
-        self.tokens = {"reasoning": 0, "answer": 0, "call": 0, "held": 0}
-        self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0, "held": 0.0}
+        self.tokens = {"reasoning": 0, "answer": 0, "call": 0}
+        self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0}
         self.started = self.last = time.monotonic()
         self.first_token = None
         self.prompt_read, self.prompt_told = 0, self.started  # prompt tokens, and when they were told of
@@ -2893,11 +2832,6 @@ class Reply:
         self.last = now
         self.timeline.add(kind, 1, now)
 
-    def settle(self, kind):
-        """What was held until now is of that kind, and is not counted once more."""
-        for counts in (self.tokens, self.seconds):
-            counts[kind], counts["held"] = counts[kind] + counts["held"], 0
-        self.timeline.settle(kind)
 
     def count_prompt(self, processed):
         """Spreads what was read since the last report over the time since then: llama.cpp tells it once in 2,048 tokens."""
@@ -2923,38 +2857,17 @@ def prompt_tokens(usage, timings):
     return as_int(usage.get("prompt_tokens")) or as_int(timings.get("prompt_n")) + as_int(timings.get("cache_n"))
 
 
-def settled_at_the_end(incoming):
-    """Deltas; what ThinkTags held when the stream was stopped or fell silent is shown as the thinking that it may be.
-
-    (A stream that breaks is settled by split_thinking; of a stop and of silence, its thread does not hear.)
-    """
-    held = []
-    try:
-        for kind, value in incoming:
-            if kind == "held":
-                held.append(value)
-            elif kind in ("reasoning", "answer"):
-                held.clear()
-            yield kind, value
-    except MMError:
-        if any(held):
-            yield "reasoning", "".join(held)
-        raise
-
 
 def read_reply(incoming, reply):
     """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's own `waiting`."""
-    kept = 0  # characters of the answer, and of what may be one
-    for kind, value in settled_at_the_end(incoming):
-        if kind in ("answer", "held") or (kind == "reasoning" and reply.thought is not None):
+    kept = 0  # characters
+    for kind, value in incoming:
+        if kind == "answer" or (kind == "reasoning" and reply.thought is not None):
             kept += len(value)
             if kept > MAX_LINE:
                 raise MMError("protocol", f"the answer passed {MAX_LINE >> 20} Mi characters")
         if kind in ("reasoning", "answer"):
-            if reply.tokens["held"]:
-                reply.settle(kind)
-            else:
-                reply.count(kind)
+            reply.count(kind)
             if kind == "answer":
                 reply.answer.write(value)
             elif reply.thought is not None:
@@ -2962,9 +2875,6 @@ def read_reply(incoming, reply):
             yield {"type": kind, "text": value}
         elif kind == "waiting":
             yield {"type": "waiting", "seconds": value}
-        elif kind == "held" and value:
-            reply.count(kind)
-            yield {"type": "waiting", "seconds": 0.0, "held": value}
         elif kind == "call":
             reply.count(kind)
             reply.calls.add(value)
@@ -3000,7 +2910,8 @@ class Conversation:
         self.system, self.think = settings["system"], settings["think"]
         self.history = []      # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo)
         # what mm itself parted stays here
-        self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tag_state(None))
+        self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
+        self.told_of_tags = False
         self.refused = set()   # optional request fields that this server does not take
         self.notices = []      # what is to be said at the next occasion
         self.call = None       # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C counts too
@@ -3128,9 +3039,9 @@ class Conversation:
             self.replies.append(reply)
             try:
                 if make_body:
-                    yield from self.read(reply, make_body(), self.protocol.tag_state(False, unseen=True))
+                    yield from self.read(reply, make_body(), self.protocol.tags(False))
                 else:
-                    yield from self.read(reply, self.request(), self.protocol.tag_state(self.think))
+                    yield from self.read(reply, self.request(), self.protocol.tags(self.think))
                 return reply
             except MMError as error:
                 left_out = "" if make_body else (yield from self.leave_out(error, reply, compacted))
@@ -3195,10 +3106,10 @@ class Conversation:
         return serialised(self.protocol.body(self.history, self.system, tools, sampling, self.think, self.refused, thoughts))
 
     def read(self, reply, body, tags):
-        """One request and its stream, as events. body: its bytes; tags: see Protocol.tag_state()."""
-        self.call = ModelCall(lambda connection: self.protocol.stream(body, connection, self.tap, self.notices.append, tags),
+        """One request and its stream, as events. body: its bytes; tags: see Protocol.tags()."""
+        self.call = ModelCall(lambda connection: self.protocol.stream(body, connection, self.tap, self.notices.append),
                               self.settings["watchdogTimeout"], self.settings["firstTokenTimeout"])
-        for event in read_reply(self.call, reply):
+        for event in read_reply(split_thinking(self.call, tags) if tags else self.call, reply):
             yield event
             yield from self.what_is_to_be_said()
             if self.ending == "wanted":  # Ctrl-C
@@ -3208,6 +3119,10 @@ class Conversation:
         hint = truncation_hint(body, reply)
         if hint:
             yield {"type": "notice", "message": hint}
+        if not self.told_of_tags and has_lone_end(reply.answer.getvalue()):
+            self.told_of_tags = True
+            yield {"type": "notice", "message": "this answer has a closing </think> and no opening one: `thinkTags: open` "
+                                                "for this provider in the config parts the thinking from it"}
 
     def give_up_thoughts(self, error):
         """Takes the thinking out of the history if the request that ended in `error` held some, and it was too much or refused.
@@ -3315,7 +3230,7 @@ class Conversation:
             finally:
                 work.close()
                 del self.replies[before:]
-            answer = reply.answer.getvalue().strip()
+            answer = reply.answer.getvalue().rpartition(THINK_END)[2].strip()
             if not answer or reply.finish == "length":
                 raise MMError("empty", "the summary was cut" if answer else "the summary was empty")
             return answer
@@ -3728,7 +3643,6 @@ class Person:
 
     def begin(self):
         self.block, self.newlines, self.progress, self.since, self.hidden = "", "", None, time.monotonic(), 0
-        self.unsure = ""  # the end of what may be thinking or answer
         self.ran = 0
 
     def show(self, event):
@@ -3759,7 +3673,7 @@ class Person:
 
     def open(self, block, pen):
         self.close_block()
-        self.block, self.unsure = block, ""
+        self.block = block
         if pen.terminal:
             pen.write(self.marks[block == "answer"])
 
@@ -3786,16 +3700,13 @@ class Person:
         if self.block or self.quiet or not self.side.moves:
             return
         waited = time.monotonic() - self.since
-        self.unsure = (self.unsure + event.get("held", ""))[-200:]
+
         if "tool" in event:
             if event["seconds"] >= 1:
                 self.status(f"running · {event['seconds']:.0f} s · Ctrl-C ends it")
         elif "summing_up" in event:
             self.status(f"summing up · {waited:.0f} s · {event['summing_up']:,} tokens")
-        elif self.unsure:
-            room = max(0, self.side.columns() - 40) // 2  # a character can be two columns wide
-            shown = one_line(self.unsure.translate(VISIBLE))
-            self.status(f"thinking or answering · {waited:.0f} s · {shown[max(0, len(shown) - room):]}")
+
         elif self.hidden:
             self.status(f"thinking · {waited:.0f} s · {self.hidden:,} tokens")
         elif self.progress is not None:
@@ -3865,7 +3776,7 @@ class Person:
         for row in shown:
             self.side.write(f"  {row[:200]}\n", NOTICE if event["ok"] else ERROR)
         self.ran += event["ok"]
-        self.progress, self.since, self.hidden, self.unsure = None, time.monotonic(), 0, ""
+        self.progress, self.since, self.hidden = None, time.monotonic(), 0
 
     def permit(self, name):
         """Asks a person whether a call may be made, which on_tool_call() has shown; -> "y", "n" or "a"."""
@@ -4337,7 +4248,7 @@ def list_models(backend):
 
 def can_switch_thinking(conversation):
     """Whether what is wanted of the thinking changes the request, or how its answer is read (ThinkTags)."""
-    return conversation.think is None or bool(conversation.backend.entry["thinking"] or conversation.protocol.tag_state(None))
+    return conversation.think is None or bool(conversation.backend.entry["thinking"] or conversation.protocol.tags(None))
 
 
 # ======================================================================================================================
@@ -4405,10 +4316,10 @@ def start_demo():
     return f"http://127.0.0.1:{server.server_address[1]}/v1"
 
 
-def replay(path, tags=""):
+def replay(path, make_tags=lambda: None):
     """The events of a recorded stream, or of several, one after another. Raises MMError("config") if it cannot be read.
 
-    tags: where ThinkTags begin, or "" for a stream whose server parted the thinking.
+    make_tags: gives the ThinkTags of each, or None where the server parted the thinking.
     """
     raw = read_bytes(path, "--replay")  # the streams of a tap stand one after another; one without [DONE] runs into the next
     ends = [0, *(match.end() for match in re.finditer(rb"(?m)^data:[ ]?\[DONE\]\s*", raw)), len(raw)]
@@ -4420,7 +4331,8 @@ def replay(path, tags=""):
         replies.append(reply)
         try:
             incoming = deltas(filter(None, [stream]), backend, path)
-            shown = read_reply(split_thinking(incoming, ThinkTags(tags)) if tags else incoming, reply)
+            tags = make_tags()
+            shown = read_reply(split_thinking(incoming, tags) if tags else incoming, reply)
             yield from (event for event in shown if event["type"] != "waiting")
             calls = reply.calls.finished() if reply.finish != "length" else []
             for call in calls:
@@ -4681,12 +4593,12 @@ def what_it_cannot_do(conversation, probes):
 
 
 def replay_tags(settings):
-    """How the provider that a recording came from, if one is named, has its thinking parted (see Protocol.tag_state)."""
+    """-> a function that gives the ThinkTags of the provider that a recording came from, if one is named."""
     name = settings["provider"].strip()
     if name not in provider_table(settings):
-        return ""
+        return lambda: None
     backend = Backend(name, provider_table(settings)[name], "http://replay")
-    return PROTOCOLS[backend.entry["protocol"]](backend).tag_state(settings["think"])
+    return lambda: PROTOCOLS[backend.entry["protocol"]](backend).tags(settings["think"])
 
 
 def tell(view, notices):

@@ -1620,52 +1620,45 @@ def test_a_saved_session_does_not_hold_the_thinking(serve, run_mm, tmp_path):
 # 7. Protocols
 # ======================================================================================================================
 
-def parted(state, *pieces, whole=True):
+def parted(opened, *pieces, whole=True):
     """(thinking, answer) that ThinkTags make of the pieces."""
     incoming = [("answer", piece) for piece in pieces] + [("finish", "stop")] * whole
     told = collections.defaultdict(str)
-    for kind, value in mm.split_thinking(iter(incoming), mm.ThinkTags(state)):
+    for kind, value in mm.split_thinking(iter(incoming), mm.ThinkTags(opened)):
         told[kind] += value
-    return told["reasoning"], told["answer"]
+    return told["reasoning"].strip(), told["answer"]
 
 
-@pytest.mark.parametrize("state, body, thinking, answer", [
-    ("unsure", "<think>I add.</think>4", "I add.", "4"), ("unsure", "\n<think>\nI add.\n</think>\n\n4", "I add.", "4"),
-    ("unsure", "I add.\n</think>\n\n4", "I add.", "4"),  # the block was opened in the prompt
-    ("unsure", "just 4", "", "just 4"), ("unsure", "  4 < 5 </th", "", "  4 < 5 </th"), ("unsure", "<thin", "", "<thin"), ("unsure", "", "", ""),
-    ("unsure", "Write `<think>` to open and `</think>` to close.", "", "Write `<think>` to open and `</think>` to close."),
-    ("unsure", "So:\n```\n</think>\n```\n", "", "So:\n```\n</think>\n```\n"), ("unsure", "<b>x</b>", "", "<b>x</b>"),
-    ("unsure", "<think>a</think>b <think>c</think> </think>", "a", "b <think>c</think> </think>"),  # one block, and it leads
-    ("thinking", "I add.\n</think>\n\n4", "I add.", "4"), ("thinking", "<think>I add.</think>4", "I add.", "4"),
-    ("thinking", "I ad", "I ad", ""), ("thinking", "</think>4", "", "4"),
-    ("thinking", "a `</think>` b\n```\n</think>\n``` c\n</think>4", "a `</think>` b\n```\n</think>\n``` c", "4"),
-    ("unsure", "Try\n```print(1)```\nok\n</think>\n\n4", "Try\n```print(1)```\nok", "4"),
-    ("unsure", "so\n- ```py\n  x\n  ```\nok</think>4", "so\n- ```py\n  x\n  ```\nok", "4"),
-    ("unsure", "so\n```\nx\n```</think>4", "so\n```\nx\n```", "4"), ("unsure", "so\n```\nx</think>4", "so\n```\nx", "4"),
-    ("thinking", "an odd ` here</think>4 `</think>`", "an odd ` here", "4 `</think>`"),
-    ("thinking", "a\n```py\nb\n</think>4", "a\n```py\nb\n</think>4", "4"),  # a quote that never ends takes no answer away
-    ("leading", "<think>\n\n</think>\n\n4", "", "4"), ("leading", "</think>4", "", "4"),
-    ("leading", "a </think> b", "", "a </think> b"), ("answer", "<think>a</think>b", "", "<think>a</think>b"),
+@pytest.mark.parametrize("opened, body, thinking, answer", [
+    (False, "<think>I add.</think>4", "I add.", "4"), (False, "\n<think>\nI add.\n</think>\n\n4", "I add.", "4"),
+    (False, "just 4", "", "just 4"), (False, "  4 < 5 </th", "", "  4 < 5 </th"), (False, "<thin", "", "<thin"), (False, "", "", ""),
+    (False, "Write `<think>` to open and `</think>` to close.", "", "Write `<think>` to open and `</think>` to close."),
+    (False, "So:\n```\n</think>\n```\n", "", "So:\n```\n</think>\n```\n"), (False, "<b>x</b>", "", "<b>x</b>"),
+    (False, "<think>a</think>b <think>c</think> </think>", "a", "b <think>c</think> </think>"),  # one block, and it leads
+    (False, "<think>\n\n</think>\n\n4", "", "4"), (False, "</think>4", "", "4"), (False, "a </think> b", "", "a </think> b"),
+    (True, "I add.\n</think>\n\n4", "I add.", "4"), (True, "<think>I add.</think>4", "I add.", "4"),
+    (True, "I ad", "I ad", ""), (True, "I ad </th", "I ad </th", ""), (True, "</think>4", "", "4"),
+    (True, "an odd ` here</think>4 `</think>`", "an odd ` here", "4 `</think>`"),  # the first one ends it
 ])
-def test_thinking_in_tags_is_parted_from_the_answer_wherever_a_delta_ends(state, body, thinking, answer):
-    assert parted(state, body) == parted(state, *body) == (thinking, answer)
+def test_thinking_in_tags_is_parted_from_the_answer_wherever_a_delta_ends(opened, body, thinking, answer):
+    assert parted(opened, body) == parted(opened, *body) == (thinking, answer)
     for cut in range(len(body)):
-        assert parted(state, body[:cut], body[cut:]) == (thinking, answer)
+        assert parted(opened, body[:cut], body[cut:]) == (thinking, answer)
 
 
-def test_text_that_may_be_thinking_is_held_and_no_answer_when_its_stream_breaks(serve):
-    conversation = talk(serve(stream(chunk("I add")), stream(chunk("I add") + chunk("</think>4") + STOP)))
-    conversation.backend.entry["thinkTags"] = True
-    events = [event for event in conversation.ask("hi") if event["type"] != "waiting" or "held" in event]
-    assert [(event["type"], event.get("text") or event.get("held")) for event in events[:-1]] == [
-        ("waiting", "I add"), ("reasoning", "I add"), ("retry", None), ("waiting", "I add"), ("reasoning", "I add"), ("answer", "4")]
+def test_thinking_in_an_open_block_is_no_answer_when_its_stream_breaks(serve):
+    conversation = talk(serve(stream(chunk("I add <")), stream(chunk("I add") + chunk("</think>4") + STOP)))
+    conversation.backend.entry["thinkTags"] = "open"
+    events = [event for event in conversation.ask("hi") if event["type"] != "waiting"]
+    assert [(event["type"], event.get("text")) for event in events[:-1]] == [
+        ("reasoning", "I add "), ("reasoning", "<"), ("retry", None), ("reasoning", "I add"), ("answer", "4")]
 
 
-def test_held_text_is_shown_as_thinking_when_the_stream_falls_silent(serve):
-    conversation = talk(serve(stream(chunk("I add"), "hang")), watchdogTimeout=0.2)
-    conversation.backend.entry["thinkTags"] = True
+def test_what_may_be_a_tag_is_shown_when_the_stream_falls_silent(serve):
+    conversation = talk(serve(stream(chunk("I add </t"), "hang")), watchdogTimeout=0.2)
+    conversation.backend.entry["thinkTags"] = "open"
     events = ask(conversation)
-    assert text(events, "reasoning") == "I add" and error(events)[0] == "stalled"
+    assert text(events, "reasoning") == "I add </t" and error(events)[0] == "stalled"
 
 
 def test_an_unstreamed_answer_without_tags_is_whole(serve):
@@ -1674,25 +1667,25 @@ def test_an_unstreamed_answer_without_tags_is_whole(serve):
     assert text(ask(conversation)) == "ok"
 
 
-def test_held_text_is_a_sign_of_life(serve):
-    body = [step for _ in range(6) for step in (chunk("so "), 0.08)]
-    conversation = talk(serve(stream(*body, STOP)), watchdogTimeout=0.32)
-    conversation.backend.entry["thinkTags"] = True
-    assert text(ask(conversation)) == "so " * 6
-
-
-@pytest.mark.parametrize("think, answer", [(None, "4"), (True, "4"), (False, "hm</think>4")])
-def test_think_tags_are_looked_for_where_the_config_says_so(serve, think, answer):
+@pytest.mark.parametrize("tags, think, answer", [
+    ("open", None, "4"), (True, True, "4"), (True, None, "hm</think>4"), ("open", False, "hm</think>4")])
+def test_think_tags_are_looked_for_where_the_config_says_so(serve, tags, think, answer):
     conversation = talk(serve(stream(chunk("hm</th") + chunk("ink>4") + STOP)), think=think)
     assert text(ask(conversation)) == "hm</think>4"
-    conversation.backend.entry["thinkTags"] = True
+    conversation.backend.entry["thinkTags"] = tags
     events = ask(conversation)
     assert text(events) == answer and text(events, "reasoning") == ("hm" if answer == "4" else "")
 
 
+def test_a_lone_closing_tag_names_the_setting_once(serve):
+    conversation = talk(serve(stream(chunk("hm\n</think>\n\n4") + STOP), stream(chunk("Write `</think>`") + STOP)))
+    notices = [event["message"] for event in ask(conversation) + ask(conversation) if event["type"] == "notice"]
+    assert len(notices) == 1 and "thinkTags: open" in notices[0]
+
+
 def test_a_closing_tag_that_the_server_left_behind_is_dropped(serve):
     conversation = talk(serve(stream(chunk(reasoning="hm") + chunk("</think>\n4 </think>") + STOP)))
-    conversation.backend.entry["thinkTags"] = True
+    conversation.backend.entry["thinkTags"] = "open"
     events = ask(conversation)
     assert (text(events, "reasoning"), text(events)) == ("hm", "4 </think>")
 
@@ -3413,10 +3406,10 @@ def test_the_timeline_keeps_every_token_however_long_it_takes():
     line = mm.Timeline()
     for second in (0, 1, 2, 3, 100, 100, 5000):
         line.add("reasoning", 1, line.started + second)
-    line.add("held", 2, line.started + 5000)
-    line.settle("reasoning")
+    line.add("answer", 2, line.started + 5000)
+    assert sum(line.rows["answer"]) == 2
     row = line.rows["reasoning"]
-    assert sum(row) == 9 and len(row) == mm.Timeline.SPANS and row[0] == 6 and row[int(5000 / line.span)] == 3
+    assert sum(row) == 7 and len(row) == mm.Timeline.SPANS and row[0] == 6 and row[int(5000 / line.span)] == 1
 
 
 def test_ctrl_c_in_one_shot_gives_130_and_leaves_the_terminal_as_it_was(serve, terminal):
@@ -3785,7 +3778,7 @@ def test_a_replay_tells_the_figures_that_the_stream_carries_and_no_time_of_its_o
 
 def test_a_replay_separates_the_tags_of_the_provider_that_is_named(run_mm, tmp_path):
     (tmp_path / "tap").write_bytes(chunk("hm</think>ok") + STOP + DONE)
-    (tmp_path / "c.json").write_text('{"providers": {"box": {"like": "llamacpp", "thinkTags": true}}}')
+    (tmp_path / "c.json").write_text('{"providers": {"box": {"like": "llamacpp", "thinkTags": "open"}}}')
     assert run_mm("--replay", "tap", "--config", "c.json").out == "hm</think>ok\n"
     assert run_mm("--replay", "tap", "--config", "c.json", "-p", "box").out == "ok\n"
 
@@ -4286,11 +4279,11 @@ def survive(seed, streams=WHOLE):
     random = Random(seed)
     pieces, settings = mangled(random, streams), settings_of(retries=0, compactAt=0, reasoningEcho=True)
     conversation = mm.Conversation(backend_of(random.choice(["", "llamacpp", "ollama"])), settings)
-    tags, backend = random.choice(["", "unsure", "thinking", "leading"]), conversation.backend
+    backend = conversation.backend
+    backend.entry["thinkTags"] = random.choice([False, True, "open"])
 
-    def stream(body, line, tap, notice, think):
-        incoming = mm.deltas(mm.Tap(iter(pieces)), backend, "http://box/v1")
-        return mm.split_thinking(incoming, mm.ThinkTags(tags)) if tags else incoming
+    def stream(body, line, tap, notice):
+        return mm.deltas(mm.Tap(iter(pieces)), backend, "http://box/v1")
     conversation.protocol.stream, conversation.settings.values["maxSteps"] = stream, 1
     events = list(conversation.ask("hi"))
     shown = [event for event in events if event["type"] in mm.EVENTS]
