@@ -17,8 +17,8 @@ hosted one. It needs Python 3.9 and `requests`, and no configuration.
 The path of a token, from the socket to the screen; each step is a function or class of that name:
 
     in a thread of its own, Protocol.stream:
-        Connection --> body_pieces --> Tap --> unpacked --> lines --> events --> deltas
-        the socket     as it arrives   --tap   of gzip      of SSE    of SSE     (kind, value), into a queue
+        Connection --> body_pieces --> Tap --> iter_lines --> events --> deltas
+        the socket     as it arrives   --tap   of requests    of SSE     (kind, value), into a queue
     in the main thread:                                                                          queue
         Pen <-- Person.show <-- run_turn <-- Conversation.ask <-- read_reply <-- split_thinking <-- ModelCall
         screen  or Ndjson.show               a turn, by way of    events         where needed       the watchdog
@@ -972,59 +972,48 @@ def is_near(host):
         re.fullmatch(r"127(\.\d+){1,3}", host) is not None
 
 
-def body_pieces(response):
-    """A response's body as it arrives, b"" never: at most 64 KiB a piece, after HTTP's chunking, before any decoding."""
-    read1 = getattr(getattr(response.raw, "_fp", None), "read1", None)  # http.client's, which waits for the first byte only
-    if read1 is None:
-        yield from response.raw.stream(1, decode_content=False)
+def body_pieces(raw):
+    """The body of urllib3's response `raw` as it arrives: at most 16 KiB a piece, b"" never.
+
+    The pieces are what is left after HTTP's chunking, before any decoding.
+    """
+    read1 = getattr(getattr(raw, "_fp", raw), "read1", None)  # http.client's waits for a byte only
+    if read1 is None:  # urllib3 has moved it: a byte at a time is slow, and right
+        yield from raw.stream(1, decode_content=False)
         return
     while True:
-        piece = read1(1 << 16)
+        piece = read1(1 << 14)
         if not piece:
             return
         yield piece
 
 
 def unpacked(pieces):
-    """Undoes gzip where a body is gzip, whatever its headers say (mm asks for identity; some proxies compress all the same)."""
-    head, pieces = b"", iter(pieces)
-    for piece in pieces:
-        head += piece
-        if head == b"\x1f":
-            continue
-        if head[:2] == b"\x1f\x8b":
-            yield from inflated(head, pieces)
-        else:
-            yield head
-            yield from pieces
-        return
-    if head:
-        yield head
+    """Undoes gzip where a body is gzip, whatever its headers say.
 
-
-def inflated(head, pieces):
-    """gzip's content, member by member, in pieces of at most 1 MiB, as a small body can hold gigabytes."""
-    import zlib
-    either = 32 + zlib.MAX_WBITS  # gzip's head or zlib's, says zlib
-    inflate = zlib.decompressobj(either)
-    for piece in itertools.chain([head], pieces):
-        while piece:
-            if inflate.eof:
-                inflate = zlib.decompressobj(either)
+    mm asks for no compression, since a compressed stream comes in lumps; some proxies compress all
+    the same. No text begins with gzip's first byte.
+    """
+    inflate = None
+    for number, piece in enumerate(pieces):
+        if number == 0 and piece[:1] == b"\x1f":
+            import zlib
+            inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)  # gzip or zlib, as its head says
+        if inflate:
             try:
-                content = inflate.decompress(piece, 1 << 20)
+                piece = inflate.decompress(piece)
             except zlib.error:
-                raise MMError("protocol", "the server compressed the stream, and broke it: mm asks for no compression") from None
-            if content:
-                yield content
-            piece = inflate.unconsumed_tail or inflate.unused_data
+                raise MMError("protocol", "the server compressed the stream, and broke it: "
+                                          "mm asks for no compression") from None
+        if piece:
+            yield piece
 
 
 def beginning(response, most):
     """The first bytes of a body, whatever becomes of the rest."""
     raw = b""
     try:
-        for piece in unpacked(body_pieces(response)):  # urllib3's own unpacking can fill memory before it gives a byte
+        for piece in unpacked(body_pieces(response.raw)):
             raw += piece
             if len(raw) > most:
                 break
@@ -1393,9 +1382,10 @@ def probe(backend):
 # ======================================================================================================================
 # 4. The wire
 #
-# A stream is bytes, split into lines, grouped into events, each a JSON chunk, each some deltas. Bytes are taken as they
-# arrive: requests' own iter_lines holds a token of an unchunked body back until 512 bytes have come. They are split at LF,
-# CRLF and CR only and decoded line by line as UTF-8: guessing Latin-1 turns the last byte of a check mark into a line end.
+# A stream is bytes, split into lines, grouped into events, each a JSON chunk, each some deltas. The
+# lines are split by requests' own iter_lines, which reads from a Tap in the place of response.raw:
+# left to itself, it holds a token of an unchunked body back until 512 bytes have come. Lines are
+# decoded one by one as UTF-8: guessing Latin-1 turns the last byte of a check mark into a line end.
 # A stream is whole only with a finish_reason or [DONE]; a tidy close in the middle is a broken stream like any other.
 # ======================================================================================================================
 
@@ -1404,16 +1394,20 @@ CALL_BYTES = 1 << 10  # what an empty call takes of that
 
 
 class Tap:
-    """Iterates over pieces of bytes and writes each unchanged to a file (--tap), when it comes.
+    """Stands in the place of response.raw: requests' iter_lines reads from it what has arrived.
 
-    A file that can no longer be written is said once through `notice`; the stream goes on.
+    raw: urllib3's response, or any object with read1(). file: gets each byte as it came (--tap); one
+    that can no longer be written is told once through `notice`, and the stream goes on.
     """
 
-    def __init__(self, pieces, file=None, notice=None):
-        self.pieces, self.file, self.notice = pieces, file, notice
+    def __init__(self, raw, file=None, notice=None):
+        self.raw, self.file, self.notice = raw, file, notice
+        self.pieces = unpacked(self.recorded(body_pieces(raw)))
+        self.after_cr = False
+        self.line_bytes = 0  # of the line that has not ended yet
 
-    def __iter__(self):
-        for piece in self.pieces:
+    def recorded(self, pieces):
+        for piece in pieces:
             if self.file:
                 try:
                     self.file.write(piece)
@@ -1423,85 +1417,67 @@ class Tap:
                     self.file = None
             yield piece
 
-
-def lines(pieces):
-    """Lines without their ends. A CR that ends a piece ends its line at once; if LF follows, that belongs to it."""
-    rest, size, after_cr = [], 0, False  # the line that is not ended yet, in pieces
-    for piece in pieces:
-        if after_cr and piece[:1] == b"\n":
-            piece = piece[1:]
-        if not piece:
-            after_cr = False
-            continue
-        after_cr = piece.endswith(b"\r")
-        found = piece.splitlines()  # of bytes: at LF, CRLF and CR, at nothing else
-        last = b"" if piece.endswith((b"\n", b"\r")) else found.pop()
-        if found and rest:
-            found[0] = b"".join([*rest, found[0]])
-            rest, size = [], 0
-        if last:
-            rest.append(last)
-            size += len(last)
-            if size > MAX_LINE:
+    def read(self, size=-1):
+        """The next piece, whatever its size; b"" at the end. Raises MMError for an endless line."""
+        for piece in self.pieces:
+            if self.after_cr and piece[:1] == b"\n":  # CR LF, cut between two reads, is one end of a line
+                piece = piece[1:]
+            self.after_cr = piece.endswith(b"\r")
+            if not piece:
+                continue
+            end = max(piece.rfind(b"\n"), piece.rfind(b"\r"))
+            self.line_bytes = len(piece) - end - 1 + (self.line_bytes if end < 0 else 0)
+            if self.line_bytes > MAX_LINE:
                 raise MMError("protocol", f"the server sent a line of more than {MAX_LINE >> 20} MiB")
-        yield from found
-    if rest:
-        yield b"".join(rest)
+            return piece
+        return b""
+
+    def close(self):
+        self.raw.close()
 
 
 def events(rows):
-    """SSE events as (name, data lines, at_end). at_end: the stream ended inside the event, so that it may be torn.
+    """SSE events as (name, data lines, at_end); at_end: it may be torn, as the stream ended within it.
 
-    rows: lines(). A body that does not begin like SSE is given whole, with the name "body"; so is one without any event.
+    rows: lines without their ends. A body that is no event stream is given whole, named "body".
     https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
-    name, data, size, first = "", [], 0, True
-    stray = b""  # the beginning of a body that may be no event stream; None once an event has come
+    name, data, size = "", [], 0
+    stray = []  # lines before the first event: perhaps of a body that is no event stream
+    is_stream = False
     for line in rows:
-        if first:
-            line = line[3:] if line.startswith(b"\xef\xbb\xbf") else line
-            if not line.strip():
-                continue
-            first = False
-            if line.lstrip()[:1] in (b"{", b"[", b"<"):
-                yield "body", [whole_body(line, rows)], True
-                return
-        if not line:
-            if data or name:
-                yield name, data, False
-                stray = None
-            name, data, size = "", [], 0
-            continue
-        field, colon, value = line.partition(b":")
+        if line.startswith(b"\xef\xbb\xbf"):
+            line = line[3:]
+        field, _, value = line.partition(b":")
         if value[:1] == b" ":
             value = value[1:]
-        if field == b"data":
-            data.append(value)
-            size += len(value) + 100  # what an empty one takes in memory, and more
-            if size > MAX_LINE:
-                raise MMError("protocol", f"the server sent an event of more than {MAX_LINE >> 20} MiB")
-        elif field == b"event":
-            name = value.decode("utf-8", "replace").strip()
-        elif field == b"error":  # older llama.cpp: an error as a field of its own
-            yield "error", [value], False
-        elif field[:1] == b"{":  # a proxy's error, written into the stream as it is
+        if not line and (data or name):
+            yield name, data, False
+            name, data, size = "", [], 0
+        elif field in (b"data", b"event", b"error"):
+            if stray and stray[0].lstrip()[:1] in (b"{", b"["):  # JSON, and then [DONE] as an event
+                yield "body", [b"\n".join(stray)], True
+            is_stream, stray = True, []
+            if field == b"data":
+                data.append(value)
+                size += len(value) + 100  # what an empty one takes in memory, and more
+            elif field == b"event":
+                name = value.decode("utf-8", "replace").strip()
+            else:  # older llama.cpp: an error as a field of its own
+                yield "error", [value], False
+        elif is_stream and field[:1] == b"{":  # a proxy's error, written into the stream as it is
             yield name, [line], False
-        elif stray is not None and field not in (b"", b"id", b"retry") and len(stray) < 1000:
-            stray += line + b"\n"
-        # else: a comment (no name before the colon), or a field that says nothing of the answer
+        elif not is_stream and (stray or field not in (b"", b"id", b"retry")):
+            stray.append(line)
+            size += len(line) + 100
+        # else a comment (no name before the colon), or a field that says nothing of the answer
+        if size > MAX_LINE:
+            raise MMError("protocol", "the server sent an event, or a body, of more than "
+                                      f"{MAX_LINE >> 20} MiB")
     if data or name:
         yield name, data, True
     elif stray:
-        yield "body", [stray], True
-
-
-def whole_body(first, rows):
-    body = bytearray(first)
-    for line in rows:
-        body += b"\n" + line
-        if len(body) > MAX_LINE:
-            raise MMError("protocol", f"the server sent a body of more than {MAX_LINE >> 20} MiB")
-    return bytes(body)
+        yield "body", [b"\n".join(stray)], True
 
 
 # -- from events to deltas
@@ -1509,15 +1485,15 @@ def whole_body(first, rows):
 DONE = object()  # stands for [DONE] among the values of an event
 
 
-def deltas(pieces, backend, url):
-    """Deltas (kind, value) of a response body, each as soon as its bytes are there. Raises MMError.
+def deltas(rows, backend, url):
+    """Deltas (kind, value) of a response's lines, each as soon as its line is there. Raises MMError.
 
     reasoning, answer: text · call: a fragment {"index", "id", "name", "arguments"} of a tool call · progress: (processed,
     total) prompt tokens beyond the cached ones · finish: finish_reason, and "" for [DONE] · usage, timings: dict ·
     model, id: text. After [DONE] it ends, without waiting for the connection to close.
     """
     whole, seen, halves, told = False, False, {}, set()
-    for name, data, at_end in events(lines(unpacked(pieces))):
+    for name, data, at_end in events(rows):
         seen = True
         if name == "body":
             values = json_body(data[0], backend, url)
@@ -1578,23 +1554,19 @@ def json_values(name, data, at_end, backend, url):
 
 
 def json_body(body, backend, url):
-    """Yields the JSON values of a body that is no event stream: of a server that ignores `stream`, or errs with status 200."""
-    text = decoded(body)
-    skipped, place, empty = re.compile(r"\s*(data:\s*\[DONE\])?\s*"), 0, True
+    """[The JSON value] of a body that is no event stream.
+
+    It comes from a server that ignores `stream`, or that errs with status 200.
+    """
+    text = decoded(body).strip()
     try:
-        while True:
-            place = skipped.match(text, place).end()
-            if place == len(text):
-                return
-            value, place = json_value(text, place)
-            empty = False
-            yield value
+        return [read_json(text)]
     except ValueError:
         title = page_title(text)
-    if not empty or (text.startswith(("{", "[")) and title is None):
-        return  # torn, which the missing end tells
     if title is not None:
         raise web_page_error(backend.redact(title), url)
+    if text.startswith(("{", "[")):
+        return []  # torn, which the missing end tells
     raise MMError("protocol", f"{url} answered with something that is no event stream: "
                               f"{one_line(backend.redact(text[:4000]), 120)}")
 
@@ -2187,7 +2159,8 @@ class Protocol:
                 if response.status_code >= 300:
                     raise self.refusal(response, url, proxy, connection)
                 answered = True
-                yield from deltas(Tap(body_pieces(response), tap, notice), self.backend, show_url(url))
+                response.raw = Tap(response.raw, tap, notice)
+                yield from deltas(response.iter_lines(), self.backend, show_url(url))
         except MMError as error:
             error.message = self.backend.redact(error.message)
             raise
@@ -4330,7 +4303,8 @@ def replay(path, make_tags=lambda: None):
         reply = Reply()
         replies.append(reply)
         try:
-            incoming = deltas(filter(None, [stream]), backend, path)
+            tap = Tap(io.BytesIO(stream))
+            incoming = deltas(b"".join(iter(tap.read, b"")).splitlines(), backend, path)
             tags = make_tags()
             shown = read_reply(split_thinking(incoming, tags) if tags else incoming, reply)
             yield from (event for event in shown if event["type"] != "waiting")
