@@ -689,8 +689,7 @@ def show_url(url):
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-class Undialled(OSError):
-    """No connection could be made; says which addresses were tried, as `localhost` can be two of them."""
+UNDIALLED = {"NewConnectionError", "ConnectTimeoutError", "NameResolutionError"}  # of urllib3
 
 
 def explain_exception(error, backend, proxy, answered):
@@ -706,7 +705,7 @@ def explain_exception(error, backend, proxy, answered):
     chain = causes(error)
     classes = {type(e).__name__ for e in chain}
     host, shown = urlsplit(backend.url).hostname, show_url(backend.url)
-    undialled = next((e for e in chain if isinstance(e, Undialled)), None)
+    undialled = classes & UNDIALLED
     reason = one_line(next((e for e in reversed(chain) if isinstance(e, OSError) and e.strerror), chain[-1]), 200)
     if proxy and (undialled or classes & {"ProxyError", "InvalidSchema", "InvalidProxyURL"}):
         return MMError("unreachable", f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
@@ -717,7 +716,8 @@ def explain_exception(error, backend, proxy, answered):
     if undialled and any(isinstance(e, socket.gaierror) for e in chain):
         return MMError("unreachable", f"no host named {host} is known: check the URL{backend.container_advice()}")
     if undialled:
-        return MMError("unreachable", compose(f"nothing answers at {shown} ({undialled})", "", backend.start_advice()))
+        reason = re.sub(r"\[errno -?\d+\] ", "", reason.lower())
+        return MMError("unreachable", compose(f"nothing answers at {shown} ({reason})", "", backend.start_advice()))
     if classes & {"InvalidURL", "InvalidSchema", "InvalidProxyURL", "MissingSchema", "LocationParseError", "UnicodeError"}:
         return MMError("config", f"{shown} is not a URL that can be asked: {one_line(error, 200)}")
     if classes & {"BadStatusLine", "LineTooLong", "UnknownProtocol"} and "Remote end" not in repr(chain):
@@ -730,7 +730,7 @@ def explain_exception(error, backend, proxy, answered):
 #
 # A server is an entry of PROVIDERS: data, no code. It is resolved once into a Backend (URL after overrides, key, model).
 # The probe only ever advises: a server may be started after mm. A server is reached by a Connection of mm's own, one per call,
-# which any thread can cut at any moment. requests offers no such thing (closing a response blocks until its next byte,
+# which any thread can cut. requests offers no such thing (closing a response blocks until its next byte,
 # closing a session before the headers does nothing), so Connection keeps a second handle on the socket and shuts that.
 # ======================================================================================================================
 
@@ -827,43 +827,23 @@ MAX_LIST = 4 << 20  # bytes of a model list
 # -- reaching a server
 
 class Connection:
-    """The connection of one HTTP exchange; hang_up() ends it from any thread, at any moment from the first SYN on."""
+    """The connection of one HTTP exchange; hang_up() ends it from any thread, once it is made.
+
+    Nothing waits for a look-up of a name or for a server's first answer to a SYN: whoever has hung up
+    leaves that thread behind, which ends by itself.
+    """
 
     def __init__(self):
-        self.handles, self.dialled, self.hung_up = [], [], False
-
-    def dial(self, host, port, http_connection):
-        """-> a connected socket for an http_connection of urllib3's. Raises Undialled: every address tried, or from a gaierror."""
-        import socket
-        tried = []
-        self.dialled.append(http_connection)
-        try:
-            addresses = socket.getaddrinfo(host.strip("[]"), port, 0, socket.SOCK_STREAM)
-        except OSError as error:
-            raise Undialled(str(error)) from error
-        if host == "localhost":  # ::1 may come first, yet local servers listen on 127.0.0.1 unless told otherwise
-            addresses.sort(key=lambda address: address[0] != socket.AF_INET)
-        for family, kind, protocol, _, address in addresses:
-            sock = None
-            try:
-                sock = socket.socket(family, kind, protocol)
-                self.hold(sock)
-                sock.settimeout(CONNECT_SECONDS)
-                sock.connect(address)
-                sock.settimeout(None)  # silence is the watchdog's business
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return sock
-            except OSError as error:
-                if sock:
-                    sock.close()
-                tried.append(f"{address[0]}: {str(error.strerror or error).lower()}")
-        raise Undialled(", ".join(dict.fromkeys(tried)))
+        self.handles, self.hung_up = [], False
 
     def hold(self, sock):
+        """Takes note of the socket that urllib3 has made; -> the same."""
         self.handles.append(sock.dup())  # outlives TLS, which takes the socket object away
         if self.hung_up:  # before there was a handle to shut
             self.hang_up()
+            sock.close()
             raise OSError("hung up")
+        return sock
 
     def hang_up(self):
         """Ends it: whoever waits for its next byte is woken by an error."""
@@ -874,7 +854,7 @@ class Connection:
             try:
                 handle.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # never connected, or already gone
+                pass  # already gone
             handle.close()
 
     def hang_up_after(self, seconds):
@@ -882,12 +862,6 @@ class Connection:
         timer = threading.Timer(seconds, self.hang_up)
         timer.start()
         return timer
-
-    def close(self):
-        """For the thread that read from it, at its end: frees what urllib3's pools would leave to the garbage collector."""
-        self.hang_up()
-        for http_connection in self.dialled:
-            http_connection.close()
 
 
 def need_requests():
@@ -902,45 +876,44 @@ def need_requests():
     return requests
 
 
-@functools.lru_cache(maxsize=None)
-def dialling_adapter():
-    """requests' HTTPAdapter, but its sockets come from a Connection: dialling_adapter()(connection).
+def adapter_for(connection):
+    """requests' HTTPAdapter, but each socket that urllib3 makes for it is shown to a Connection.
 
-    requests asks an adapter, which has a manager of pools, one for each host; a pool makes urllib3's connections, and those get
-    their socket from _new_conn. So each of these must hand the Connection on. The classes are made once, and not before requests
-    is needed; a pool for SOCKS makes its sockets in its own way.
+    requests asks an adapter, which has a manager of pools, one for each host; a pool makes urllib3's
+    connections, and those make their socket in _new_conn. A pool for SOCKS goes its own way.
     """
     from requests.adapters import HTTPAdapter
     from urllib3.connection import HTTPConnection, HTTPSConnection
     from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-    class Dialled:
-        def __init__(self, *args, connection, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.connection = connection
-
+    class Plain(HTTPConnection):
         def _new_conn(self):
-            return self.connection.dial(self.host, self.port, self)
+            return connection.hold(super()._new_conn())
 
-    pools = {"http": type("Pool", (HTTPConnectionPool,), {"ConnectionCls": type("Plain", (Dialled, HTTPConnection), {})}),
-             "https": type("Pool", (HTTPSConnectionPool,), {"ConnectionCls": type("Secure", (Dialled, HTTPSConnection), {})})}
+    class Secure(HTTPSConnection):
+        def _new_conn(self):
+            return connection.hold(super()._new_conn())
+
+    class PlainPool(HTTPConnectionPool):
+        ConnectionCls = Plain
+
+    class SecurePool(HTTPSConnectionPool):
+        ConnectionCls = Secure
+
+    pools = {"http": PlainPool, "https": SecurePool}
 
     class Adapter(HTTPAdapter):
-        def __init__(self, connection):
-            self.pools = {scheme: functools.partial(pool, connection=connection) for scheme, pool in pools.items()}
-            super().__init__()
-
         def init_poolmanager(self, *args, **kwargs):
             super().init_poolmanager(*args, **kwargs)
-            self.poolmanager.pool_classes_by_scheme = self.pools
+            self.poolmanager.pool_classes_by_scheme = pools
 
         def proxy_manager_for(self, proxy, **kwargs):
             manager = super().proxy_manager_for(proxy, **kwargs)
             if not proxy.lower().startswith("socks"):
-                manager.pool_classes_by_scheme = self.pools
+                manager.pool_classes_by_scheme = pools
             return manager
 
-    return Adapter
+    return Adapter()
 
 
 def open_session(connection, url):
@@ -952,8 +925,8 @@ def open_session(connection, url):
     requests = need_requests()
     session = requests.Session()
     session.trust_env = False
-    session.mount("http://", dialling_adapter()(connection))
-    session.mount("https://", dialling_adapter()(connection))
+    session.mount("http://", adapter_for(connection))
+    session.mount("https://", adapter_for(connection))
     for name in ("CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
         if os.environ.get(name):
             session.verify = os.environ[name]
@@ -1040,7 +1013,7 @@ def fetch(connection, backend, path, tell, body=None):
             data = error if isinstance(error, MMError) else explain_exception(error, backend, proxy, False)
     finally:
         tell(status, data)
-        connection.close()
+        connection.hang_up()
 
 
 def first_good(asked, good, seconds=PROBE_SECONDS):
@@ -1791,8 +1764,7 @@ class ModelCall:
         self.box.put(("end", ended))
 
     def __iter__(self):
-        thread = threading.Thread(target=self.read, daemon=True)
-        thread.start()
+        threading.Thread(target=self.read, daemon=True).start()
         phase = "first"
         # Seconds waited here since the last sign of life: not those in which mm was stopped, or its output stuck. A delta that is
         # no sign of life does not reset it, so a server that sends nothing else reaches the limit all the same.
@@ -1832,7 +1804,6 @@ class ModelCall:
                     yield "waiting", 0.0
         finally:
             self.connection.hang_up()
-            thread.join(0.5)  # at once, unless it looks up a name
 
 
 def stalled_error(silent, phase):
@@ -2167,7 +2138,7 @@ class Protocol:
         except (OSError, HTTPException, HTTPError, ValueError) as error:
             raise explain_exception(error, self.backend, proxy, answered) from error
         finally:
-            connection.close()
+            connection.hang_up()
 
     def end_thinking(self, its_id):
         """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will.
@@ -2185,12 +2156,13 @@ class Protocol:
             return False
         finally:
             timer.cancel()
-            connection.close()
+            connection.hang_up()
 
     def post(self, session, url, body, redirects=3):
         """requests follows 301 and 302 with a GET, and to any host with the key: here only what keeps the POST and the host."""
         headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
-        response = session.post(url, data=body, headers=headers, stream=True, allow_redirects=False)
+        response = session.post(url, data=body, headers=headers, stream=True, allow_redirects=False,
+                                timeout=(CONNECT_SECONDS, None))  # silence is the watchdog's business
         target = moved_to(response, url)
         if response.status_code in (307, 308) and redirects and same_place(url, target):
             response.close()
