@@ -59,7 +59,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while mm is loading, Ctrl-C ends it without a traceback
 
 import errno
-import functools
 import io
 import itertools
 import json
@@ -857,12 +856,6 @@ class Connection:
                 pass  # already gone
             handle.close()
 
-    def hang_up_after(self, seconds):
-        """-> a running timer; cancel() it in time, or the connection is ended."""
-        timer = threading.Timer(seconds, self.hang_up)
-        timer.start()
-        return timer
-
 
 def need_requests():
     """The package, imported when it is needed, as that takes longer than all else. Raises MMError("config")."""
@@ -995,54 +988,61 @@ def beginning(response, most):
     return raw
 
 
-def fetch(connection, backend, path, tell, body=None):
-    """GETs `path` below the base URL (below the server's root if it begins with "/") and calls tell(status, JSON or None).
+def fetch(connection, backend, path, body=None):
+    """GETs `path` below the base URL (below the server's root if it begins with "/").
 
-    body: JSON that is posted instead. Where nothing answered, that is (0, an MMError which says why). Meant to be run in a
-    thread: a name look-up can outlast any timeout.
+    body: JSON that is posted instead. -> (status, JSON or None); where nothing answered, (0, an MMError
+    which says why).
     """
     status, data, proxy = 0, None, ""
+    method = "POST" if body else "GET"
     try:
         session, proxy = open_session(connection, backend.url)
-        with session, session.request("POST" if body else "GET", backend.endpoint(path), json=body, headers=backend.headers(),
-                                      stream=True, allow_redirects=False, timeout=PROBE_SECONDS) as response:
+        with session, session.request(method, backend.endpoint(path), json=body, stream=True,
+                                      headers=backend.headers(), allow_redirects=False,
+                                      timeout=PROBE_SECONDS) as response:
             status = response.status_code
             data = read_json(decoded(beginning(response, MAX_LIST)))
-    except Exception as error:  # the probe only advises: what cannot be read is not there
+    except MMError as error:
+        data = error
+    except Exception as error:  # the probe only advises: a page that cannot be read is not there
         if not status:
-            data = error if isinstance(error, MMError) else explain_exception(error, backend, proxy, False)
+            data = explain_exception(error, backend, proxy, False)
     finally:
-        tell(status, data)
         connection.hang_up()
+    return status, data
 
 
-def first_good(asked, good, seconds=PROBE_SECONDS):
-    """Fetches [(backend, path[, body]), …] side by side; -> (index, status, JSON) of the first that is good, or None.
+def first_good(asked, accept):
+    """Fetches [(backend, path[, body]), …] side by side, each in a thread of its own.
 
-    (The first in the list: one that answers later counts if those before it are no good, so all are waited for until that is
-    settled, or time is up.)
+    -> (index, status, JSON) of the first in the list's order whose answer passes accept(status, JSON),
+    or None. Those before it are waited for until they have failed, or PROBE_SECONDS are over; a thread
+    that still looks up a name is left behind.
     """
-    box, answers, deadline = queue.SimpleQueue(), {}, time.monotonic() + seconds
+    answers, news = {}, queue.SimpleQueue()
     connections = [Connection() for _ in asked]
-    for index, (backend, path, *body) in enumerate(asked):
-        tell = functools.partial(lambda index, status, data: box.put((index, status, data)), index)
-        threading.Thread(target=fetch, args=(connections[index], backend, path, tell, *body), daemon=True).start()
+    deadline = time.monotonic() + PROBE_SECONDS
 
-    def is_settled():
-        for index in range(len(asked)):
-            if index not in answers or good(*answers[index]):
-                return index in answers
-        return True
+    def ask(index):
+        answers[index] = fetch(connections[index], *asked[index])
+        news.put(index)
 
-    while not is_settled():
-        try:
-            index, status, data = box.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
+    for index in range(len(asked)):
+        threading.Thread(target=ask, args=(index,), daemon=True).start()
+    found = None
+    for index in range(len(asked)):
+        while index not in answers and time.monotonic() < deadline:
+            try:
+                news.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                pass
+        if index in answers and accept(*answers[index]):
+            found = (index, *answers[index])
             break
-        answers[index] = status, data
-    for connection in connections:  # what has not answered by now is not waited for
+    for connection in connections:
         connection.hang_up()
-    return next(((index, *answers[index]) for index in sorted(answers) if good(*answers[index])), None)
+    return found
 
 
 def model_ids(status, data):
@@ -2143,20 +2143,11 @@ class Protocol:
     def end_thinking(self, its_id):
         """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will.
 
-        Called in the main thread, while the stream is read in its own; blocks for PROBE_SECONDS at most, and as long as a name
-        look-up takes.
+        Called in the main thread, while the stream is read in its own.
         """
-        url, connection = self.backend.endpoint("chat/completions/control"), Connection()
-        timer = connection.hang_up_after(PROBE_SECONDS)
-        try:
-            session, _ = open_session(connection, url)
-            with session, self.post(session, url, serialised({"id": its_id, "action": "reasoning_end"})) as response:
-                return response.status_code == 200 and read_json(decoded(beginning(response, MAX_WORDS))).get("success") is True
-        except (OSError, ValueError, AttributeError):
-            return False
-        finally:
-            timer.cancel()
-            connection.hang_up()
+        order = {"id": its_id, "action": "reasoning_end"}
+        answer = fetch_page(self.backend, "chat/completions/control", order)
+        return isinstance(answer, dict) and answer.get("success") is True
 
     def post(self, session, url, body, redirects=3):
         """requests follows 301 and 302 with a GET, and to any host with the key: here only what keeps the POST and the host."""
@@ -2175,7 +2166,8 @@ class Protocol:
             if response.headers.get("Location"):
                 told = f"has moved to {show_url(moved_to(response, url))}: use that as the URL"
             return MMError("not_found", f"{show_url(url)} {told}")
-        timer = connection.hang_up_after(PROBE_SECONDS)  # an error whose text never ends is still an error
+        timer = threading.Timer(PROBE_SECONDS, connection.hang_up)
+        timer.start()  # an error whose text never ends is still an error
         said = beginning(response, MAX_WORDS)
         timer.cancel()
         error = explain(response.status_code, said, self.backend, show_url(url), retry_after(response.headers))
