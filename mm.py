@@ -872,41 +872,38 @@ def need_requests():
 def adapter_for(connection):
     """requests' HTTPAdapter, but each socket that urllib3 makes for it is shown to a Connection.
 
-    requests asks an adapter, which has a manager of pools, one for each host; a pool makes urllib3's
-    connections, and those make their socket in _new_conn. A pool for SOCKS goes its own way.
+    An adapter has a manager of pools, and one for each proxy; a pool makes urllib3's connections, and
+    those make their socket in _new_conn. A pool for SOCKS goes its own way.
     """
     from requests.adapters import HTTPAdapter
-    from urllib3.connection import HTTPConnection, HTTPSConnection
     from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-    class Plain(HTTPConnection):
-        def _new_conn(self):
-            return connection.hold(super()._new_conn())
+    def shown(pool_class):
+        def make_connection(*args, **kwargs):
+            made = pool_class.ConnectionCls(*args, **kwargs)
+            dial = made._new_conn
+            made._new_conn = lambda: connection.hold(dial())
+            return made
 
-    class Secure(HTTPSConnection):
-        def _new_conn(self):
-            return connection.hold(super()._new_conn())
+        def make_pool(*args, **kwargs):
+            pool = pool_class(*args, **kwargs)
+            pool.ConnectionCls = make_connection
+            return pool
+        return make_pool
 
-    class PlainPool(HTTPConnectionPool):
-        ConnectionCls = Plain
+    adapter = HTTPAdapter()
+    pools = {"http": shown(HTTPConnectionPool), "https": shown(HTTPSConnectionPool)}
+    adapter.poolmanager.pool_classes_by_scheme = pools
+    manager_for = adapter.proxy_manager_for
 
-    class SecurePool(HTTPSConnectionPool):
-        ConnectionCls = Secure
+    def proxy_manager_for(proxy, **kwargs):
+        manager = manager_for(proxy, **kwargs)
+        if not proxy.lower().startswith("socks"):
+            manager.pool_classes_by_scheme = pools
+        return manager
 
-    pools = {"http": PlainPool, "https": SecurePool}
-
-    class Adapter(HTTPAdapter):
-        def init_poolmanager(self, *args, **kwargs):
-            super().init_poolmanager(*args, **kwargs)
-            self.poolmanager.pool_classes_by_scheme = pools
-
-        def proxy_manager_for(self, proxy, **kwargs):
-            manager = super().proxy_manager_for(proxy, **kwargs)
-            if not proxy.lower().startswith("socks"):
-                manager.pool_classes_by_scheme = pools
-            return manager
-
-    return Adapter()
+    adapter.proxy_manager_for = proxy_manager_for
+    return adapter
 
 
 def open_session(connection, url):
