@@ -219,8 +219,8 @@ def read_bytes(path, option):
 #
 # Every setting is a row of a table. Its value comes from an option, else (with -c and -r) the session, else the
 # environment, else the config file, else the default, and remembers which, so that a fault can name it. YAML turns `no`
-# into false, 4.0 into a number and 22:22 into 1342, so mm reads YAML's scalars as they were written and lets the row's
-# kind decide. A config file is never taken from the current directory: a cloned repository must not choose where
+# into false, 4.0 into a number and 22:22 into 1342, so mm reads each of its scalars as text (BaseLoader) and lets the
+# row's kind decide. A config file is never taken from the current directory: a cloned repository must not choose where
 # prompts go.
 # ======================================================================================================================
 
@@ -254,17 +254,16 @@ LOOKS_LIKE_A_SECRET = re.compile(r"(?i)^(api[-_]?key|key|token|secret|password|b
 KEY_IN_FILE = "a key does not belong in this file: put it into an environment variable, and the variable's name here as apiKeyEnv"
 
 
-class Bare(str):
-    """A YAML scalar that was written without quotes, so that `5` can still become a number and `"5"` stays text."""
-
-
 def typed(value):
-    """A value that goes out as it is (sampling, JSON schemas): unquoted text is JSON where it parses, else text."""
+    """A value that goes out as it is (sampling, JSON schemas): text is JSON where it parses.
+
+    YAML's scalars are read as text, so that `5e-4` is the number and `off` the word that they look like.
+    """
     if isinstance(value, dict):
         return {str(k): typed(v) for k, v in value.items()}
     if isinstance(value, list):
         return [typed(v) for v in value]
-    return json_or_text(value) if isinstance(value, Bare) else value
+    return json_or_text(value) if isinstance(value, str) else value
 
 
 def require(fine, value=None):
@@ -311,25 +310,28 @@ def converted(value, kind, where):
         raise MMError("config", f"{where}: wants {wanted}, not {shown}") from None
 
 
-def not_set(value):
-    """What stands for nothing in a config file: `key:`, `key: ~`, an empty list or map. (A quoted "" is an empty text.)"""
-    return value is None or value == {} or value == [] or (isinstance(value, Bare) and value in ("", "~", "null"))
+def read_map(data, kinds, elsewhere, where, faults, notices):
+    """{key: value} of a map in the config file, each value as its kind in `kinds` wants it.
 
-
-class Faults(list):
-    """What is wrong, so that a person hears all of it at once: `with faults:` takes in an MMError, raise_all() raises them."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, MMError):
-            self.extend(error.message.split("\n"))
-            return True
-
-    def raise_all(self):
-        if self:
-            raise MMError("config", "\n".join(self))
+    elsewhere: (keys that belong to another place of the file, words that say which); where: how the
+    place of a key begins; faults, notices: lists that get a line for each.
+    """
+    values = {}
+    for key, value in data.items():
+        if LOOKS_LIKE_A_SECRET.match(key):
+            faults.append(f"{where}{key}: {KEY_IN_FILE}")
+        elif key not in kinds:
+            hint = elsewhere[1] if key in elsewhere[0] else did_you_mean(key, kinds)
+            notices.append(f"{where}{key}: unknown key{hint}")
+        elif key == "apiKeyEnv" and not re.fullmatch(r"([A-Z_][A-Z0-9_]{0,63})?", str(value)):
+            faults.append(f"{where}{key}: wants the name of an environment variable "
+                          "(its value is not shown here)")
+        elif value not in (None, "", "~", "null") or kinds[key] == "names":
+            try:
+                values[key] = converted("" if value is None else value, kinds[key], where + key)
+            except MMError as error:
+                faults.append(error.message)
+    return values
 
 
 class Settings:
@@ -363,20 +365,21 @@ def load_settings(options, config="", environ=os.environ):
 
     Raises MMError("config") with one line per fault. (A session that is resumed comes later, in section 14.)
     """
-    settings, faults = Settings(), Faults()
+    settings, faults = Settings(), []
     path, named_by = config_path(config, environ)
     if path:
         settings.file = path
-        with faults:
-            take_file(settings, path, named_by)
+        take_file(settings, path, named_by, faults)
     for key, (_, _, variable, option) in SETTINGS.items():
-        with faults:
-            if variable and environ.get(variable, "").strip():
-                settings.put(key, environ[variable].strip(), f"${variable}")
-        with faults:
-            if key in options:
-                settings.put(key, options[key], option)
-    faults.raise_all()
+        for value, source in ((environ.get(variable, "").strip() or None, f"${variable}"),
+                              (options.get(key), option)):
+            try:
+                if value is not None:
+                    settings.put(key, value, source)
+            except MMError as error:
+                faults.append(error.message)
+    if faults:
+        raise MMError("config", "\n".join(faults))
     return settings
 
 
@@ -404,7 +407,7 @@ def xdg_home(variable, default, environ=os.environ):
 
 
 def home():
-    """The user's folder; where there is none (a container's user without an entry), a path below which nothing can be."""
+    """The user's folder; for a container's user without one, a path below which nothing can be."""
     path = os.environ.get("HOME", "").strip()
     if os.path.isabs(path):
         return path
@@ -415,30 +418,33 @@ def home():
         return os.devnull
 
 
-def take_file(settings, path, named_by):
-    """Puts a config file's values into `settings`. Raises MMError with a line per fault."""
+def take_file(settings, path, named_by, faults):
+    """Puts a config file's values into `settings`, and a line per fault into `faults`."""
     try:
         with open(path, "rb") as file:
-            raw = file.read(1 << 20)
+            data = parse_config(file.read(MOST_TEXT))
     except OSError as error:
-        raise MMError("config", f"{path}: {error.strerror}" + (f" (named by {named_by})" if named_by else "")) from None
-    data = blaming(path, parse_config, raw) or {}
-    if not isinstance(data, dict):
-        raise MMError("config", f"{path}: wants keys and values, such as `model: qwen3`")
-    faults = Faults()
-    for key, value in data.items():
-        where = f"{path}: {key}"
-        if LOOKS_LIKE_A_SECRET.match(key):
-            faults.append(f"{where}: {KEY_IN_FILE}")
-        elif key not in FILE_KEYS:
-            below = " (it belongs below `providers: NAME:`)" if key in PROVIDER_KEYS else did_you_mean(key, FILE_KEYS)
-            settings.notices.append(f"{where}: unknown key{below}")
-        elif not not_set(value):
-            with faults:
-                settings.put(key, value, where)
-                if key == "providers":
-                    settings.values[key] = checked_providers(value, where, settings.notices)
-    faults.raise_all()
+        faults.append(f"{path}: {error.strerror}" + (f" (named by {named_by})" if named_by else ""))
+        return
+    except MMError as error:
+        faults.append(f"{path}: {error.message}")
+        return
+    if not isinstance(data or {}, dict):
+        faults.append(f"{path}: wants keys and values, such as `model: qwen3`")
+        return
+    kinds = {key: SETTINGS[key][0] for key in FILE_KEYS}
+    below = PROVIDER_KEYS, " (it belongs below `providers: NAME:`)"
+    values = read_map(data or {}, kinds, below, f"{path}: ", faults, settings.notices)
+    for key, value in values.items():
+        settings.values[key], settings.sources[key] = value, f"{path}: {key}"
+    above = FILE_KEYS, " (it belongs at the top of the file)"
+    for name, entry in settings["providers"].items():
+        where = f"{path}: providers.{name}"
+        if isinstance(entry, dict):
+            entry = read_map(entry, PROVIDER_KEYS, above, where + ".", faults, settings.notices)
+            settings["providers"][name] = entry
+        else:
+            faults.append(f"{where}: wants keys and values, such as `url: http://…`")
 
 
 def blaming(where, function, *arguments):
@@ -449,91 +455,37 @@ def blaming(where, function, *arguments):
         raise MMError(error.kind, f"{where}: {error.message}") from None
 
 
-def checked_providers(entries, where, notices):
-    """The entries below `providers:`, each value read as its kind. Raises MMError with a line per fault."""
-    checked, faults = {}, Faults()
-    for name, entry in entries.items():
-        checked[name] = {}
-        if not isinstance(entry, dict):
-            faults.append(f"{where}.{name}: wants keys and values, such as `url: http://…`")
-            continue
-        for key, value in entry.items():
-            at = f"{where}.{name}.{key}"
-            if LOOKS_LIKE_A_SECRET.match(key):
-                faults.append(f"{at}: {KEY_IN_FILE}")
-            elif key not in PROVIDER_KEYS:
-                above = " (it belongs at the top of the file)" if key in FILE_KEYS else did_you_mean(key, PROVIDER_KEYS)
-                notices.append(f"{at}: unknown key{above}")
-            elif key == "apiKeyEnv" and not not_set(value) and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(value)):
-                faults.append(f"{at}: wants the name of an environment variable (its value is not shown here)")
-            elif not not_set(value) or (key == "fallback" and value == []):  # no fallback is not the provider's own fallback
-                with faults:
-                    checked[name][key] = converted(value, PROVIDER_KEYS[key], at)
-    faults.raise_all()
-    return checked
-
-
 def parse_config(raw):
-    """Bytes of a config file -> dict, list, text or None. YAML scalars stay text (Bare when unquoted). Raises MMError."""
+    """Bytes of a config file -> dict, list, text or None; YAML's scalars stay text. Raises MMError."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise MMError("config", f"line {raw.count(10, 0, error.start) + 1}: not UTF-8 text") from None
-    problem = None
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise MMError("config", f"line {line}: not UTF-8 text") from None
+    problem = "this is YAML"
     if text.lstrip()[:1] in ("{", "["):  # YAML forbids the tabs that JSON allows
         try:
-            json_value(text.strip())  # for its limit of depth
-            return json.loads(text, object_pairs_hook=no_duplicates)
+            return read_json(text)
         except ValueError as error:
-            problem = error
+            problem = f"not JSON: {one_line(error)}"
     try:
         import yaml
     except ImportError:
         if not text.strip():
             return None
-        if problem:
-            raise MMError("config", f"not JSON: {one_line(problem)}") from None
-        raise MMError("config", "this is YAML, and PyYAML is not installed: "
+        raise MMError("config", f"{problem}, and PyYAML is not installed: "
                                 f"{sys.executable} -m pip install pyyaml, or write it as JSON") from None
     try:
-        return from_yaml(yaml.compose(text, Loader=yaml.BaseLoader), yaml, set())
+        return yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        at = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         tab = " (a tab; YAML wants spaces)" if "'\\t'" in str(error.problem) else ""
-        raise MMError("config", one_line(f"{at}{error.problem}{tab}")) from None
+        raise MMError("config", one_line(f"{place}{error.problem}{tab}")) from None
     except yaml.YAMLError as error:
         raise MMError("config", one_line(error)) from None
     except RecursionError:
         raise MMError("config", "nested too deeply") from None
-
-
-def no_duplicates(pairs):
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key '{next(k for k in keys if keys.count(k) > 1)}' stands twice")
-    return data
-
-
-def from_yaml(node, yaml, seen):
-    """A composed YAML node as dicts, lists and text, exactly as written. seen: ids of the collections read so far."""
-    if node is None:
-        return None
-    if isinstance(node, yaml.ScalarNode):
-        return Bare(node.value) if node.style is None else node.value
-    if id(node) in seen or len(seen) > 10_000:  # a few aliases of aliases can stand for more than memory holds
-        raise MMError("config", f"line {node.start_mark.line + 1}: an alias of a map or list (*NAME) cannot be used here")
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        return [from_yaml(item, yaml, seen) for item in node.value]
-    data = {}
-    for key_node, value_node in node.value:
-        key = str(from_yaml(key_node, yaml, seen))
-        if key in data:
-            raise MMError("config", f"line {key_node.start_mark.line + 1}: the key '{one_line(key, 40)}' stands twice")
-        data[key] = from_yaml(value_node, yaml, seen)
-    return data
 
 
 # ======================================================================================================================
@@ -2652,16 +2604,17 @@ def arguments_of(command, arguments):
 
 def check_commands(commands, where):
     """The config's own tools, ready for a Toolbox. Raises MMError("config") with a line per fault."""
-    ready, faults = {}, Faults()
+    ready, faults = {}, []
     for name, command in commands.items():
         fault = command_fault(name, command)
         if fault:
             faults.append(f"{where}.{name}: {fault}")
-        else:
-            parameters = {"type": "object", "properties": {}, **typed(command.get("parameters") or {})}
-            ready[name] = {"description": str(command.get("description") or name), "parameters": parameters,
-                           "command": command["command"]}
-    faults.raise_all()
+            continue
+        parameters = {"type": "object", "properties": {}, **typed(command.get("parameters") or {})}
+        ready[name] = {"description": str(command.get("description") or name),
+                       "parameters": parameters, "command": command["command"]}
+    if faults:
+        raise MMError("config", "\n".join(faults))
     return ready
 
 
