@@ -2676,21 +2676,19 @@ LONGEST_WAIT = 60.0  # seconds a Retry-After may ask for
 
 
 class Timeline:
-    """Tokens over time: a row a kind, of at most 64 spans of equal length, which doubles when the time is longer than that."""
-
-    SPANS = 64
+    """Tokens over time: for each kind, {tenths of a second since the start: tokens}."""
 
     def __init__(self):
-        self.started, self.span = time.monotonic(), 0.05  # seconds
-        self.rows = {kind: [0] * self.SPANS for kind in ("prompt", "reasoning", "answer", "call")}
+        self.started = time.monotonic()
+        self.rows = {"prompt": {}, "reasoning": {}, "answer": {}, "call": {}}
 
-    def add(self, kind, tokens, now):
-        place = int((now - self.started) / self.span)
-        while place >= self.SPANS:
-            for row in self.rows.values():
-                row[:] = [a + b for a, b in zip(row[::2], row[1::2])] + [0] * (self.SPANS // 2)
-            self.span, place = self.span * 2, place // 2
-        self.rows[kind][place] += tokens
+    def add(self, kind, tokens, now, since=None):
+        """Counts tokens at `now`, or spreads them evenly over the time from `since` to now."""
+        last = int((now - self.started) * 10)
+        first = last if since is None else int((since - self.started) * 10)
+        row = self.rows[kind]
+        for tenth in range(first, last + 1):
+            row[tenth] = row.get(tenth, 0) + tokens / (last - first + 1)
 
 
 class Reply:
@@ -2721,11 +2719,9 @@ class Reply:
 
 
     def count_prompt(self, processed):
-        """Spreads what was read since the last report over the time since then: llama.cpp tells it once in 2,048 tokens."""
-        now, new, parts = time.monotonic(), max(0, processed - self.prompt_read), 32
-        for part in range(parts):
-            share = new * (part + 1) // parts - new * part // parts
-            self.timeline.add("prompt", share, self.prompt_told + (now - self.prompt_told) * (part + 1) / parts)
+        """Counts the prompt tokens read since the last report: llama.cpp tells it once in 2,048."""
+        now, new = time.monotonic(), max(0, processed - self.prompt_read)
+        self.timeline.add("prompt", new, now, self.prompt_told)
         self.prompt_read, self.prompt_told = max(processed, self.prompt_read), now
 
     def produced_tokens(self):
@@ -3726,74 +3722,69 @@ class Ndjson:
 # -- figures (--stats)
 
 def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅▆▇█"):
-    """A turn's figures: times, tokens, how fast; tokens over time, a line each for thinking, answer and the reading of the prompt.
+    """A turn's figures in two lines: thinking and answer; the prompt, and the whole turn.
 
-    columns: where lines are to end, 0 for one line; marks: of thinking and answer; blocks: characters from few to many.
+    Each has its tokens over time as a bar. columns: of the terminal, 0 for none; marks: of thinking and
+    answer; blocks: the characters of a bar, from few tokens to many.
     """
-    usage, timings, seconds, counted = done["usage"] or {}, done["timings"] or {}, done["seconds"], done["timeline"].rows
-    rows = {"prompt": counted["prompt"], "thinking": counted["reasoning"],
-            "answer": [a + b for a, b in zip(counted["answer"], counted["call"])]}
-    most = max(*rows["thinking"], *rows["answer"])  # tokens in a span: one scale for both
-    spans = sum(map(len, map(spanned, rows.values())))
-    cells = min(48, columns // 3 or 48) / max(1, spans)  # characters a span: all bars together take a third of the screen
-    parts = []
-    for mark, key, tokens in ((marks[0], "thinking", done["tokens"][0]), (marks[1], "answer", done["tokens"][1])):
-        if tokens:
-            times = [f"{seconds[key]:.1f} s"] if seconds[key] else []
-            speed = [f"{tokens / seconds[key]:,.0f} tok/s"] if (seconds[key] or 0) > 0.05 else []
-            told = [mark + " · ".join([*times, f"{tokens:,} tok", *speed])]
-            parts += beside(told, sparkline(rows[key], most, cells, blocks), columns)
-    details = usage.get("prompt_tokens_details")
-    cached = as_int(details.get("cached_tokens")) if isinstance(details, dict) else as_int(timings.get("cache_n"))
-    prompt = prompt_tokens(usage, timings)
+    usage, timings, seconds = done["usage"] or {}, done["timings"] or {}, done["seconds"]
+    counted = done["timeline"].rows
+    answer = dict(counted["answer"])
+    for tenth, tokens in counted["call"].items():
+        answer[tenth] = answer.get(tenth, 0) + tokens
+    rows = [counted["reasoning"], answer, counted["prompt"]]
+    tenths = sum(max(row) - min(row) + 1 for row in rows if row)
+    cells = min(48, columns // 3 or 48)  # characters that all bars take together
+    thinking_bins, answer_bins, prompt_bins = (binned(row, -(-tenths // cells)) for row in rows)
+    most = max([1, *thinking_bins, *answer_bins])  # one scale for both
+    first = []
+    for mark, key, tokens, bins in ((marks[0], "thinking", done["tokens"][0], thinking_bins),
+                                    (marks[1], "answer", done["tokens"][1], answer_bins)):
+        if not tokens:
+            continue
+        spent = seconds[key] or 0
+        parts = [f"{spent:.1f} s"] if spent else []
+        parts.append(f"{tokens:,} tok")
+        if spent > 0.05:
+            parts.append(f"{tokens / spent:,.0f} tok/s")
+        first.append(f"{mark}{' · '.join(parts)} {bar(bins, most, blocks)}".rstrip())
+    second = []
+    prompt, cached = prompt_tokens(usage, timings), cached_tokens(usage, timings)
     if prompt:
-        told = ["· " + f"prompt {prompt:,} tok" + (f", {cached:,} from cache" if cached else "")]
-        parts += beside(told, sparkline(rows["prompt"], max(rows["prompt"]), cells, blocks), columns)
+        from_cache = f", {cached:,} from cache" if cached else ""
+        shown = bar(prompt_bins, max([1, *prompt_bins]), blocks)
+        second.append(f"prompt {prompt:,} tok{from_cache} {shown}".rstrip())
     if seconds["first_token"] is not None:
-        parts.append(f"· first token after {seconds['first_token']:.1f} s")
+        second.append(f"first token after {seconds['first_token']:.1f} s")
     if seconds["total"] is not None:
-        parts.append(f"· {seconds['total']:.1f} s in all")
-    return wrapped(parts, columns)
+        second.append(f"{seconds['total']:.1f} s in all")
+    return "\n".join(filter(None, (" ".join(first), " · ".join(second))))
 
 
-def spanned(row):
-    """A row of the Timeline from its first token to its last."""
-    places = [place for place, tokens in enumerate(row) if tokens]
-    return row[places[0]:places[-1] + 1] if places else []
+def cached_tokens(usage, timings):
+    details = usage.get("prompt_tokens_details")
+    if isinstance(details, dict):
+        return as_int(details.get("cached_tokens"))
+    return as_int(timings.get("cache_n"))
 
 
-def sparkline(row, most, cells, blocks):
-    """[A line of blocks for the tokens of each span], or []. cells: characters a span; most: tokens of the highest block."""
-    row = spanned(row)
-    width = max(1, round(len(row) * cells))
-    if len(row) < 2:  # all at once
+def binned(row, tenths):
+    """The tokens of a row of the Timeline, from its first to its last, in spans of so many tenths."""
+    if not row:
         return []
-    ends = [round(place * len(row) / width) for place in range(width + 1)] if width < len(row) else range(len(row) + 1)
-    means = [sum(row[a:b]) / (b - a) for a, b in zip(ends, ends[1:])]
-    return ["".join(blocks[max(0, math.ceil(mean * len(blocks) / most) - 1)] for mean in means)]
+    first = min(row)
+    bins = [0] * ((max(row) - first) // tenths + 1)
+    for tenth, tokens in row.items():
+        bins[(tenth - first) // tenths] += tokens
+    return bins
 
 
-def fits(text, columns):
-    """Whether a text is at most so many columns wide, where an emoji takes two; 0 is no limit."""
-    return not columns or sum(1 + (ord(char) > 0x1F000) for char in text) <= columns
-
-
-def beside(told, bar, columns):
-    """Figures and their line of blocks as one part where that fits into a line, else as two."""
-    joined = " ".join(told + bar)
-    return [joined] if fits(joined, columns) else told + bar
-
-
-def wrapped(parts, columns):
-    """Parts in lines of at most so many columns, where each part fits into one."""
-    rows = []
-    for part in parts:
-        joined = f"{rows[-1]} {part}" if rows else part
-        if rows and fits(joined, columns):
-            rows[-1] = joined
-        else:
-            rows.append(part[2:] if part.startswith("· ") else part)
-    return "\n".join(rows)
+def bar(bins, most, blocks):
+    """A character for each span, `most` tokens the highest; "" where all came at once."""
+    if len(bins) < 2:
+        return ""
+    heights = (math.ceil(tokens * len(blocks) / most) for tokens in bins)
+    return "".join(blocks[max(0, height - 1)] for height in heights)
 
 
 # -- a turn, shown; Ctrl-C in it
