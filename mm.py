@@ -3087,36 +3087,29 @@ class Conversation:
         return bool(places)
 
     def summary(self, messages):
-        """A summary of messages, asked for with thinking off. Raises MMError if there is none, or twice no room for its request."""
-        room = int(self.window * 0.6) * 3 or 1 << 40  # characters: three a token is cautious, and the summary itself needs room
-        for attempt in (1, 2):
-            text, left_out = transcript(messages, room)
-            if left_out:
-                yield {"type": "notice", "message": f"the oldest {left_out} messages do not fit into the summary's own request, "
-                                                    "and are left out"}
-            asked, before, reply = [{"role": "user", "content": SUMMARY + text}], len(self.replies), Reply()
-            work = self.model_call(lambda: serialised(self.protocol.body(asked, "", [], {}, False, self.refused)))
-            try:
-                for event in work:
-                    reply = self.replies[-1]  # what model_call returns is lost in a for loop
-                    if reply.answer.tell() > max(len(text), 2000):
-                        raise MMError("empty", "the summary was longer than what it sums up")
-                    if event["type"] == "waiting" and reply.first_token is not None:
-                        yield {**event, "summing_up": sum(reply.tokens.values())}
-                    elif event["type"] in ("waiting", "progress", "notice"):
-                        yield event
-            except MMError as error:
-                if error.kind != "overflow" or attempt == 2:
-                    raise
-                room = min(room, len(text)) // 2  # once more, with half the text
-                continue
-            finally:
-                work.close()
-                del self.replies[before:]
-            answer = reply.answer.getvalue().rpartition(THINK_END)[2].strip()
-            if not answer or reply.finish == "length":
-                raise MMError("empty", "the summary was cut" if answer else "the summary was empty")
-            return answer
+        """A summary of messages, asked for with thinking off. Raises MMError if there is none."""
+        # three characters a token is cautious, and the summary itself needs room
+        text = transcript(messages, int(self.window * 0.6) * 3)
+        asked = [{"role": "user", "content": SUMMARY + text}]
+        before, reply = len(self.replies), Reply()
+        work = self.model_call(lambda: serialised(
+            self.protocol.body(asked, "", [], {}, False, self.refused)))
+        try:
+            for event in work:
+                reply = self.replies[-1]  # what model_call returns is lost in a for loop
+                if reply.answer.tell() > max(len(text), 2000):
+                    raise MMError("empty", "the summary was longer than what it sums up")
+                if event["type"] == "waiting" and reply.first_token is not None:
+                    yield {**event, "summing_up": sum(reply.tokens.values())}
+                elif event["type"] in ("waiting", "progress", "notice"):
+                    yield event
+        finally:
+            work.close()
+            del self.replies[before:]
+        answer = reply.answer.getvalue().rpartition(THINK_END)[2].strip()
+        if not answer or reply.finish == "length":
+            raise MMError("empty", f"the summary was {'cut' if answer else 'empty'}")
+        return answer
 
     # -- what a person changes in between
 
@@ -3156,25 +3149,23 @@ def tokens_in(value):
 
 
 def transcript(messages, room):
-    """-> (messages as text of at most `room` characters, how many of the oldest were left out). Tool results shrink first."""
-    # most characters of what a tool gave and took, and of another text: cut less, then more, until all of it fits
-    for of_tools, of_others in ((4000, room // 2), (400, room // 2), (60, room // 4), (60, 1000), (60, 300)):
-        parts = [as_part(message, of_tools, of_others) for message in messages]
-        if sum(map(len, parts)) + 2 * len(parts) <= room:
-            break
-    left_out, oldest = 0, int(SUMMED_UP in parts[0])  # an earlier summary stays
-    while len(parts) > 1 + oldest and sum(map(len, parts)) + 2 * len(parts) > room:
-        parts.pop(oldest)
-        left_out += 1
-    return "\n\n".join(parts), left_out
+    """Messages as text. Where they take more than `room` characters, each is cut to its share.
 
-
-def as_part(message, of_tools, of_others):
-    """A message in a transcript, each of its texts cut to so many characters."""
-    text = shorter(message["content"], of_tools if message["role"] == "tool" else of_others)
-    calls = (f"\nCALL {call['name']} {shorter(json.dumps(call['arguments'] or {}, ensure_ascii=False), of_tools)}"
-             for call in message.get("tool_calls") or [])
-    return f"{message['role'].upper()}: {text}{''.join(calls)}"
+    What a tool gave and took is cut to a quarter of that; an earlier summary keeps a quarter of the
+    room. room: 0 for any.
+    """
+    whole = sum(len(json.dumps(message, ensure_ascii=False)) for message in messages)
+    share = room // len(messages) if room and whole > room else whole
+    parts = []
+    for message in messages:
+        limit = share // 4 if message["role"] == "tool" else share
+        if message["content"].startswith(SUMMED_UP):
+            limit = max(share, room // 4)
+        parts.append(f"{message['role'].upper()}: {shorter(message['content'], limit)}")
+        for call in message.get("tool_calls") or []:
+            arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
+            parts.append(f"CALL {call['name']} {shorter(arguments, share // 4)}")
+    return "\n\n".join(parts)
 
 
 def shorter(text, limit):
