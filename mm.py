@@ -65,7 +65,6 @@ import json
 import math
 import queue
 import re
-import struct
 import threading
 import time
 from urllib.parse import urlsplit, urlunsplit
@@ -2226,100 +2225,75 @@ PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
 
 # -- the template in a model file
 
-class GgufHeader:
-    """The key-value pairs at the head of a GGUF file; what follows them is not read.
+GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number
+GGUF_TEXT, GGUF_ARRAY = 8, 9  # the other types
 
-    values: the numbers, and the chat template; tokens: where the vocabulary begins, and how many there are.
-    Raises ValueError with what is wrong. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+def gguf_header(file):
+    """{key: value} at the head of a little-endian GGUF file: texts, lists of texts, and integers.
+
+    Any other list is None. What follows the header is not read. Raises ValueError with what is wrong.
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
-
-    NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # type: struct's letter
-    TEXT, ARRAY = 8, 9
-    MOST = 1 << 24  # bytes of a text
-    MOST_ITEMS = 1 << 23  # keys and texts altogether; a vocabulary has some hundred thousand
-
-    def __init__(self, file):
-        self.file, self.order, self.values, self.tokens, self.items = file, "<", {}, (0, 0), 0
-        if file.read(4) != b"GGUF":
-            raise ValueError("this is no GGUF file")
-        version = self.read_number("I")
-        if version > 0xFFFF:
-            self.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
-        if version not in (2, 3):
-            raise ValueError(f"this is GGUF version {version}: mm reads 2 and 3")
-        self.read_number("Q")  # of tensors
-        for _ in range(self.checked(self.read_number("Q"), self.MOST_ITEMS)):
-            self.read_pair(self.read_text(), self.read_number("I"))
-
-    def read_pair(self, key, kind):
-        if kind == self.ARRAY:
-            kind, count = self.read_number("I"), self.read_number("Q")
-            if kind == self.TEXT and key == "tokenizer.ggml.tokens":
-                self.tokens = self.file.tell(), count
-            self.skip(kind, count)  # arrays of arrays are in no known model
-        elif kind == self.TEXT and key == "tokenizer.chat_template":
-            self.values[key] = self.read_text()
-        elif kind in self.NUMBERS:
-            self.values[key] = self.read_number(self.NUMBERS[kind])
-        else:
-            self.skip(kind, 1)
-
-    def checked(self, value, most):
-        if value > most:
-            raise ValueError("the header is damaged")
-        return value
-
-    def read(self, size):
-        raw = self.file.read(size)
+    def read(size):
+        raw = file.read(size) if size <= MOST_TEXT else b""
         if len(raw) < size:
-            raise ValueError("the file ends within its header")
+            raise ValueError("the header is damaged, or cut off")
         return raw
 
-    def read_number(self, letter):
-        return struct.unpack(self.order + letter, self.read(struct.calcsize(self.order + letter)))[0]
+    def number(size):
+        return int.from_bytes(read(size), "little")
 
-    def read_text(self):
-        return self.read(self.checked(self.read_number("Q"), self.MOST)).decode("utf-8", "replace")
+    def text():
+        return read(number(8)).decode("utf-8", "replace")
 
-    def skip(self, kind, count):
-        if kind == self.TEXT:
-            self.items = self.checked(self.items + count, self.MOST_ITEMS)
-            for _ in range(count):
-                self.file.seek(self.checked(self.read_number("Q"), self.MOST), 1)
-        elif kind in self.NUMBERS:
-            self.file.seek(self.checked(count, 1 << 40) * struct.calcsize(self.order + self.NUMBERS[kind]), 1)
-        else:
-            raise ValueError("the header is damaged")
+    def value(kind):
+        if kind == GGUF_TEXT:
+            return text()
+        if kind != GGUF_ARRAY:
+            return number(GGUF_SIZES.get(kind, MOST_TEXT + 1))
+        kind, count = number(4), number(8)
+        if kind == GGUF_TEXT:
+            return [text() for _ in range(count)]
+        size = count * GGUF_SIZES.get(kind, MOST_TEXT + 1)
+        return read(size) and None
 
-    def token(self, name):
-        """The token whose number stands under tokenizer.ggml.`name`, or ""."""
-        number, (start, count) = self.values.get(f"tokenizer.ggml.{name}"), self.tokens
-        if not isinstance(number, int) or not 0 <= number < count:
-            return ""
-        self.file.seek(start)
-        self.skip(self.TEXT, number)
-        return self.read_text()
+    if file.read(4) != b"GGUF":
+        raise ValueError("this is no GGUF file")
+    version = number(4)
+    if version not in (2, 3):
+        raise ValueError(f"this is GGUF version {version}: mm reads 2 and 3, little-endian")
+    number(8)  # of tensors
+    header = {}
+    for _ in range(number(8)):
+        key = text()
+        header[key] = value(number(4))
+    return header
 
 
 def template_of(path):
-    """-> (chat template of a GGUF file, the format of TEMPLATES that it is or "", its end-of-turn token or "").
+    """-> (chat template of a GGUF file, its name in TEMPLATES or "", its end-of-turn token or "").
 
     Raises MMError("config") for a file that cannot be read, is none, or has no template.
     """
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait for its other end
+        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait
             raise ValueError("this is no regular file")
         with open(path, "rb") as file:
-            header = GgufHeader(file)
-            end = header.token("eot_token_id") or header.token("eos_token_id")
+            header = gguf_header(file)
     except (OSError, ValueError) as error:
         raise MMError("config", f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    template = header.values.get("tokenizer.chat_template")
+    template = header.get("tokenizer.chat_template")
     if not isinstance(template, str) or not template:
-        raise MMError("config", f"{path}: this model has no chat template" + (
-            " (the first file of a split model has it)" if as_int(header.values.get("split.no")) else ""))
-    known = (name for name, form in TEMPLATES.items() if form["known_by"] in template and form["but_not"] not in template)
-    return template, next(known, ""), end
+        split = " (the first file of a split model has it)" if as_int(header.get("split.no")) else ""
+        raise MMError("config", f"{path}: this model has no chat template{split}")
+    tokens = header.get("tokenizer.ggml.tokens") or []
+    number = header.get("tokenizer.ggml.eot_token_id", header.get("tokenizer.ggml.eos_token_id"))
+    end = tokens[number] if isinstance(number, int) and number < len(tokens) else ""
+    for name, form in TEMPLATES.items():
+        if form["known_by"] in template and form["but_not"] not in template:
+            return template, name, end
+    return template, "", end
 
 
 # ======================================================================================================================
