@@ -60,7 +60,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 
 import errno
 import io
-import itertools
 import json
 import math
 import queue
@@ -136,45 +135,17 @@ def decoded(raw):
         return raw.decode("latin-1")
 
 
-MAX_DEPTH = 100  # of JSON; what is nested deeper is an attack on a parser, and no server's answer
-
-
-def finite(text):
-    number = float(text)
-    return number if abs(number) < float("inf") else None
-
-
-JSON_VALUE = json.JSONDecoder(parse_float=finite, parse_constant=lambda word: None).raw_decode
-
-
-def depth(value):
-    """How deeply JSON data is nested, level by level, as a recursion would itself be too deep."""
-    level, levels = [value], 0
-    while level:
-        inner = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list)))
-        level, levels = list(itertools.chain.from_iterable(inner)), levels + 1
-    return levels
-
-
-def json_value(text, place=0):
-    """The JSON value at a place of `text` -> (value, where it ends). NaN and Infinity become null. Raises ValueError only."""
-    try:
-        value, end = JSON_VALUE(text, place)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    brackets = text.count("[", place, end) + text.count("{", place, end)  # those in strings too: quick, and errs on one side
-    if brackets > MAX_DEPTH and depth(value) > MAX_DEPTH:
-        raise ValueError("nested too deeply")
-    return value, end
+JSON = json.JSONDecoder(parse_constant=lambda word: None)  # NaN and Infinity become null
 
 
 def read_json(text):
     """The one JSON value that `text` is; a NaN alone is none. Raises ValueError."""
-    text = text.strip()
-    value, end = json_value(text)
-    if end != len(text) or text in ("NaN", "Infinity", "-Infinity"):
-        raise ValueError(f"not one JSON value: {text[:40]!r}")
-    return value
+    if text.strip() in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError("this is no JSON value")
+    try:
+        return JSON.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def json_or_text(text):
@@ -1458,9 +1429,7 @@ def json_values(name, data, at_end, backend, url):
         return []  # a gateway has wrapped another server's comment
     said = text.decode("utf-8", "replace")
     try:
-        value, end = json_value(said)
-        if end == len(said):
-            return [value]
+        return [read_json(said)]
     except ValueError:
         pass
     if len(data) > 1:
@@ -1651,7 +1620,8 @@ def parse_arguments(raw):
         value = read_json(raw)
         if isinstance(value, str):  # encoded twice
             value = read_json(value)
-    except ValueError:
+        value = cleaned(value)  # what is too deep to be sent back is no call
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else {} if value is None else None
 
@@ -4272,8 +4242,6 @@ def sampling_options(pairs):
             raise MMError("config", f"-o {one_line(pair, 60)}: wants KEY=VALUE")
         if key in ("model", "messages", "tools", "prompt"):
             raise MMError("config", f"-o {one_line(pair, 60)}: mm fills in {key} itself")
-        if key.count(".") > MAX_DEPTH:
-            raise MMError("config", f"-o {one_line(pair, 60)}: nested too deeply")
         field = json_or_text(value)
         for part in reversed(key.split(".")):
             field = {part: field}
