@@ -1982,32 +1982,10 @@ def has_lone_end(answer):
 
 # -- the protocols, and what they need of HTTP
 
-def moved_to(response, url):
-    from urllib.parse import urljoin
-    try:
-        target = urljoin(url, response.headers.get("Location") or "")
-        urlsplit(target).port  # raises when it is no port
-        return target
-    except ValueError:
-        return url
-
-
-def same_place(url, target):
-    """Whether a redirect stays on the host and port that the key is for, or goes to the same host's https."""
-    a, b = urlsplit(url), urlsplit(target)
-    return a.hostname == b.hostname and (a.port == b.port and a.scheme == b.scheme or b.scheme == "https" and not b.port)
-
-
 def retry_after(headers):
-    """Seconds to wait, from a Retry-After of seconds or of a date (RFC 9110, 10.2.3), or None."""
+    """Seconds to wait, as a Retry-After tells (RFC 9110, 10.2.3), or None; its dates are not read."""
     value = headers.get("Retry-After", "").strip()
-    if re.fullmatch(r"[0-9]+", value):
-        return float(value[:6])
-    from email.utils import parsedate_to_datetime
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (TypeError, ValueError, IndexError):
-        return None
+    return float(value[:6]) if re.fullmatch(r"[0-9]+", value) else None
 
 
 class Protocol:
@@ -2043,8 +2021,10 @@ class Protocol:
         session, proxy = open_session(connection, url)
         from http.client import HTTPException
         from urllib3.exceptions import HTTPError  # not before open_session() has found requests
+        headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
         try:
-            with session, self.post(session, url, body) as response:
+            with session, session.post(url, data=body, headers=headers, stream=True, allow_redirects=False,
+                                       timeout=(CONNECT_SECONDS, None)) as response:  # silence is the watchdog's
                 if response.status_code >= 300:
                     raise self.refusal(response, url, proxy, connection)
                 answered = True
@@ -2067,30 +2047,29 @@ class Protocol:
         answer = fetch_page(self.backend, "chat/completions/control", order)
         return isinstance(answer, dict) and answer.get("success") is True
 
-    def post(self, session, url, body, redirects=3):
-        """requests follows 301 and 302 with a GET, and to any host with the key: here only what keeps the POST and the host."""
-        headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
-        response = session.post(url, data=body, headers=headers, stream=True, allow_redirects=False,
-                                timeout=(CONNECT_SECONDS, None))  # silence is the watchdog's business
-        target = moved_to(response, url)
-        if response.status_code in (307, 308) and redirects and same_place(url, target):
-            response.close()
-            return self.post(session, target, body, redirects - 1)
-        return response
-
     def refusal(self, response, url, proxy, connection):
+        """MMError for an answer that is none: a redirect, or a status of 400 and more.
+
+        requests would follow a redirect with a GET, and to any host, with the key.
+        """
         if response.status_code < 400:
-            told = f"gave HTTP {response.status_code}"
-            if response.headers.get("Location"):
-                told = f"has moved to {show_url(moved_to(response, url))}: use that as the URL"
-            return MMError("not_found", f"{show_url(url)} {told}")
+            from urllib.parse import urljoin
+            what = f"gave HTTP {response.status_code}"
+            try:
+                target = show_url(urljoin(url, response.headers["Location"]))
+                what = f"has moved to {target}: use that as the URL"
+            except (KeyError, ValueError):
+                pass  # it does not say where to
+            return MMError("not_found", f"{show_url(url)} {what}")
         timer = threading.Timer(PROBE_SECONDS, connection.hang_up)
         timer.start()  # an error whose text never ends is still an error
-        said = beginning(response, MAX_WORDS)
+        body = beginning(response, MAX_WORDS)
         timer.cancel()
-        error = explain(response.status_code, said, self.backend, show_url(url), retry_after(response.headers))
+        wait = retry_after(response.headers)
+        error = explain(response.status_code, body, self.backend, show_url(url), wait)
         if proxy and response.status_code in (407, 502, 503, 504):
-            error.message = compose(error.message, "", f"it was asked through the proxy {show_url(proxy)}")
+            advice = f"it was asked through the proxy {show_url(proxy)}"
+            error.message = compose(error.message, "", advice)
         return error
 
 

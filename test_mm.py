@@ -1737,33 +1737,21 @@ def test_sampling_options_go_out_as_they_are(serve, run_mm, tmp_path):
     assert result.out == "ok\n" and "stream_options" not in body
 
 
-@pytest.mark.parametrize("status", [307, 308])
-def test_a_redirect_that_keeps_the_post_is_followed_on_the_same_host(serve, status):
-    server = serve(reply(status, Location="/v2/chat/completions"), stream(OK))
-    assert text(ask(talk(server))) == "ok"
-    assert server.arrived(2).path == "/v2/chat/completions" and server.posts[1].body == server.posts[0].body
-
-
 @pytest.mark.parametrize("status, target", [
     (301, "/v2/chat/completions"), (302, "/v2/chat/completions"), (303, "/x"),
-    (307, "http://127.0.0.2:9/v1"), (308, "https://other.test/v1?token=hidden"),
+    (307, "/v1/chat/completions"), (307, "http://127.0.0.2:9/v1"), (308, "https://other.test/v1?token=hidden"),
 ])
-def test_any_other_redirect_is_told_with_its_target(serve, status, target):
+def test_a_redirect_is_told_with_its_target(serve, status, target):
     server = serve(reply(status, Location=target))
     kind, message = error(ask(talk(server)))
     assert kind == "not_found" and target.split("?")[0] in message and "hidden" not in message
     assert len(server.posts) == 1 and not server.gets
 
 
-def test_a_redirect_in_a_circle_ends(serve):
-    server = serve(reply(307, Location="/v1/chat/completions"))
-    assert error(ask(talk(server)))[0] == "not_found" and len(server.posts) < 10
-
-
 @pytest.mark.parametrize("value, seconds", [
-    ("7", 7), (" 2 ", 2), ("", None), ("soon", None), ("-5", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0),
+    ("7", 7), (" 2 ", 2), ("", None), ("soon", None), ("-5", None),
 ])
-def test_retry_after_is_seconds_or_a_date(value, seconds):
+def test_retry_after_is_seconds(value, seconds):
     assert mm.retry_after({"Retry-After": value}) == seconds
 
 
