@@ -692,7 +692,9 @@ PROVIDERS = {
         "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
     },
     "llamacpp": {
-        "url": "http://localhost:8080/v1", "fallback": ["http://host.docker.internal:8080/v1"],
+        "url": "http://localhost:8080/v1",
+        "fallback": ["http://localhost:9931/v1",  # where newer builds listen
+                     "http://host.docker.internal:8080/v1", "http://host.docker.internal:9931/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
         "echo": "reasoning_content", "render": "/apply-template", "limit": {},
         "start": "llama-server -m MODEL.gguf --port 8080", "get": "it has the models that --models lists",
@@ -1103,6 +1105,10 @@ def provider_table(settings):
     return table
 
 
+def ports_of(entry):
+    return {urlsplit(url).port for url in (entry["url"], *entry.get("fallback", []))} - {None}
+
+
 def named_backend(settings, environ=os.environ):
     """-> (Backend, [notices]) of the server that is named by a provider or a URL, or (None, []). No server is asked.
 
@@ -1122,7 +1128,7 @@ def named_backend(settings, environ=os.environ):
     if url:
         port = urlsplit(blaming(settings.source("url"), base_url, url)[0]).port
         # mm's own servers only: a key that the config names for another must not follow its port to any host
-        name = name or next((n for n in PROVIDERS if port and port == urlsplit(PROVIDERS[n]["url"]).port), "")
+        name = name or next((n for n, row in PROVIDERS.items() if port and port in ports_of(row)), "")
     entry = {**(table[name] if name else PLAIN), **({"fallback": []} if url else {})}
     return with_key(Backend(name, entry, url), environ), notices
 
@@ -1134,10 +1140,9 @@ def resolve(settings, environ=os.environ, needs_model=True, named=None):
     model ended with.
     """
     backend, notices = named or named_backend(settings, environ)
-    if backend:
-        ids = answering(backend, notices)
-    else:
-        backend, ids = discover(provider_table(settings), environ, notices)
+    ids = None
+    if not backend or backend.entry["fallback"]:
+        backend, ids = answering(backend, provider_table(settings), environ, notices)
     backend.model = settings["model"].strip() or backend.entry["model"]
     if needs_model and not backend.model:
         backend.model = first_model(backend, ids, notices)
@@ -1154,36 +1159,35 @@ def with_key(backend, environ):
     return backend
 
 
-def answering(backend, notices):
-    """Moves `backend` to its fallback URL if only that answers; -> its model ids if it was asked and told them."""
-    if not backend.entry["fallback"]:
-        return None
-    def answered(status, data):
-        return status > 0
-    found = first_good([(backend, "models")], answered)
-    if not found:
-        others = [Backend(backend.name, backend.entry, url, key=backend.key) for url in backend.entry["fallback"]]
-        found = first_good([(other, "models") for other in others], answered)
-        if found:
-            backend.url = others[found[0]].url
+def answering(named, table, environ, notices):
+    """The first server that answers, of all that may be meant, asked side by side.
+
+    named: the Backend that was named, and so tried at its fallback URLs too; None for any local server
+    that lists a model, the hosts of containers last. -> (Backend, its model ids, None if not told).
+    """
+    if named:
+        candidates = [named] + [Backend(named.name, named.entry, url, key=named.key)
+                                for url in named.entry["fallback"]]
+        found = first_good([(backend, "models") for backend in candidates], lambda status, _: status > 0)
+    else:
+        local = [(name, entry) for name, entry in table.items() if entry.get("local")]
+        places = [(name, entry, url) for name, entry in local
+                  for url in (entry["url"], *entry.get("fallback", []))]
+        places.sort(key=lambda place: ".docker.internal" in place[2])  # this machine first
+        candidates = [with_key(Backend(*place), environ) for place in places]
+        found = first_good([(backend, "models") for backend in candidates],
+                           lambda status, data: bool(model_ids(status, data)))
+    if found:
+        backend = candidates[found[0]]
+        if backend is not named:
             notices.append(f"using {backend.name} at {show_url(backend.url)}")
-    return model_ids(*found[1:]) if found else None
-
-
-def discover(table, environ, notices):
-    """The first local server, in table order, that answers with a model list; the hosts of containers come second."""
-    local = [(name, entry) for name, entry in table.items() if entry.get("local")]
-    near = [with_key(Backend(name, entry), environ) for name, entry in local]
-    far = [with_key(Backend(name, entry, url), environ) for name, entry in local for url in entry.get("fallback", [])]
-    found = first_good([(backend, "models") for backend in near + far], lambda status, data: bool(model_ids(status, data)))
-    if not found:
-        ports = ", ".join(f"{b.name} :{urlsplit(b.url).port}" for b in near)
-        hint = "in a container, start one on the host" if in_container() else "start one, such as `llama-server -m MODEL.gguf`"
-        raise MMError("unreachable", f"no model server answers here ({ports}): {hint}, or name one with --url or -p; "
-                                     "mm --demo needs none")
-    backend = (near + far)[found[0]]
-    notices.append(f"using {backend.name} at {show_url(backend.url)}")
-    return backend, model_ids(*found[1:])
+        return backend, model_ids(*found[1:])
+    if named:
+        return named, None
+    ports = ", ".join(f"{name} :{urlsplit(entry['url']).port}" for name, entry in local)
+    hint = "in a container, start one on the host" if in_container() else "start one, such as `llama-server -m MODEL.gguf`"
+    raise MMError("unreachable", f"no model server answers here ({ports}): {hint}, or name one with --url or -p; "
+                                 "mm --demo needs none")
 
 
 def takes_first_model(backend):

@@ -878,6 +878,7 @@ def resolved(environ={}, **values):
 
 
 DMR, LLAMA, OLLAMA = "http://localhost:12434/engines/v1", "http://localhost:8080/v1", "http://localhost:11434/v1"
+NEWER_LLAMA = "http://localhost:9931/v1"
 FAR_DMR, FAR_OLLAMA = "http://model-runner.docker.internal/engines/v1", "http://host.docker.internal:11434/v1"
 
 
@@ -888,6 +889,8 @@ FAR_DMR, FAR_OLLAMA = "http://model-runner.docker.internal/engines/v1", "http://
     ({FAR_DMR: ["ai/x:latest"]}, {}, ("dmr", FAR_DMR, "ai/x:latest")),
     ({FAR_OLLAMA: ["q"], LLAMA: ["a"]}, {"provider": "ollama"}, ("ollama", FAR_OLLAMA, "q")),  # a named provider at its fallback
     ({OLLAMA: ["q"], FAR_OLLAMA: ["r"]}, {"provider": "ollama"}, ("ollama", OLLAMA, "q")),
+    ({NEWER_LLAMA: ["a"], FAR_DMR: ["ai/x"], OLLAMA: ["q"]}, {}, ("llamacpp", NEWER_LLAMA, "a")),
+    ({NEWER_LLAMA: ["a"]}, {"provider": "llamacpp"}, ("llamacpp", NEWER_LLAMA, "a")),
 ])
 def test_the_server_and_the_model_that_nobody_named_are_found_and_told(web, there, values, used):
     web.add("GET", DMR + "/models", body="no API here", status=404)
@@ -895,7 +898,7 @@ def test_the_server_and_the_model_that_nobody_named_are_found_and_told(web, ther
         models(web, base, *names)
     *found, notices = resolved(**values)
     assert tuple(found) == used and used[2] in notices
-    assert (used[1] in notices) == (not values or used[1] == FAR_OLLAMA)
+    assert (used[1] in notices) == (not values or used[1] in (FAR_OLLAMA, NEWER_LLAMA))
 
 
 def test_when_no_server_answers_the_line_says_what_was_tried(web):
@@ -913,7 +916,7 @@ def test_a_url_or_an_empty_fallback_skips_the_probe(web, values):
 
 
 @pytest.mark.parametrize("port, name", [
-    (12434, "dmr"), (8080, "llamacpp"), (11434, "ollama"), (8000, "vllm"), (1234, "lmstudio"), (9, "server"),
+    (12434, "dmr"), (8080, "llamacpp"), (9931, "llamacpp"), (11434, "ollama"), (8000, "vllm"), (1234, "lmstudio"), (9, "server"),
 ])
 def test_with_a_url_alone_the_port_tells_the_server(web, port, name):
     assert resolved(url=f"http://box:{port}", model="m")[:2] == (name, f"http://box:{port}/v1")
