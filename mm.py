@@ -200,7 +200,7 @@ SETTINGS = {  # key: (kind, default, variable of the environment, option); url a
     "url": ("text", "", "MM_BASE_URL", "--url"),
     "system": ("text", "", "", "--system"),
     "think": ("flag", None, "", "--think"),
-    "showThinking": ("flag", True, "", ""),
+    "showThinking": ("flag", True, "", "--hide-thinking"),
     "watchdogTimeout": ("seconds", 20.0, "", "--watchdog"),
     "firstTokenTimeout": ("seconds", 120.0, "", "--first-token"),
     "retries": ("count", 1, "", "--retries"),
@@ -3907,62 +3907,77 @@ class Repl:
         self.view.note(text)
 
     def command(self, name, rest):
-        """Runs a command of COMMANDS; -> whether to go on."""
-        name, rest = {"/?": "/help", "/exit": "/bye", "/quit": "/bye"}.get(name.lower(), name.lower()), rest.strip()
-        method = COMMANDS.get(name, (None,))[0]
+        """Runs the command's method, do_NAME, whose docstring is its line in /help; -> whether to go on."""
+        name = name.lower().lstrip("/")
+        name = {"?": "help", "exit": "bye", "quit": "bye"}.get(name, name)
+        method = getattr(self, f"do_{name}", None)
         if method is None:
-            self.say(f"there is no command {name}: /help lists them (a question may begin with a space)")
+            self.say(f"there is no command /{name}: /help lists them (a question may begin with a space)")
             return True
         try:
-            getattr(self, method)(rest)
+            method(rest.strip())
         except MMError as error:
             self.say(error.message)
         return True
 
-    def bye(self, rest):
-        raise EOFError
+    def do_help(self, rest):
+        """this list"""
+        for name, method in vars(type(self)).items():
+            if name.startswith("do_"):
+                words, _, what = method.__doc__.rpartition("  ")
+                self.say(f"  {f'/{name[3:]} {words}':22}  {what}")
+        self.say('  A line ending in \\ goes on in the next; """ begins and ends a block. '
+                 "Ctrl-C stops an answer.")
 
-    def help(self, rest):
-        width = max(len(f"{name} {words}") for name, (_, words, _) in COMMANDS.items())
-        for name, (_, words, what) in COMMANDS.items():
-            self.say(f"  {f'{name} {words}':{width}}  {what}")
-        self.say('  A line ending in \\ goes on in the next; """ begins and ends a block. Ctrl-C stops an answer.')
-
-    def clear(self, rest):
+    def do_clear(self, rest):
+        """forget the conversation"""
         self.conversation.clear()
         self.say("forgotten: the conversation begins anew")
 
-    def compact(self, rest):
-        before = self.conversation.size()
-        self.conversation.begin()
-        if run_turn(self.conversation, self.conversation.guarded(self.conversation.compact(everything=True)), self.view):
-            return
-        self.say(f"context: about {before:,} tokens before, {self.conversation.size():,} now")
+    def do_model(self, rest):
+        """[NAME]  say or change the model"""
+        if rest:
+            self.conversation.use(model=rest)
+        self.say(f"model: {self.conversation.backend.model}")
 
-    def retry(self, rest):
-        places = [place for place, message in enumerate(self.conversation.history)
-                  if message["role"] == "user" and not message["content"].startswith(SUMMED_UP)]
-        if not places:
-            return self.say("nothing was asked yet")
-        history = self.conversation.history
-        self.ask(history[places[-1]]["content"], history[:places[-1]])
+    def do_models(self, rest):
+        """list the server's models"""
+        for name in list_models(self.conversation.backend):
+            self.say(("* " if same_model(name, self.conversation.backend.model) else "  ") + name)
 
-    def save(self, rest):
-        if not rest:
-            return self.say("say /save FILE")
-        try:
-            with open(os.path.expanduser(rest), "x", encoding="utf-8") as file:
-                file.write(as_markdown(cleaned(self.conversation.history), clean(self.conversation.system)))
-        except OSError as error:
-            return self.say(f"{rest}: {error.strerror}")
-        self.say(f"saved to {rest}")
+    def do_think(self, rest):
+        """[on|off|auto]  ask the server to think or not"""
+        if rest in ("on", "off", "auto"):
+            before = self.conversation.think
+            self.conversation.think = {"on": True, "off": False, "auto": None}[rest]
+            if not can_switch_thinking(self.conversation):
+                self.conversation.think = before
+                self.say(NO_SWITCH)
+        state = {True: "on", False: "off", None: "auto (as the server likes)"}[self.conversation.think]
+        self.say(f"thinking: {state}" if rest in ("on", "off", "auto", "") else "say /think on, off or auto")
 
-    def sessions(self, rest):
-        for line in session_lines(20):
-            self.say(("* " if self.session and line.startswith(self.session.id) else "  ") + line)
-        self.say("  mm -r ID goes on with one of them")
+    def do_show(self, rest):
+        """[on|off]  show or hide the thinking"""
+        if rest in ("on", "off"):
+            self.view.hide = rest == "off"
+        state = "hidden" if self.view.hide else "shown"
+        self.say(f"the thinking is {state}" if rest in ("on", "off", "") else "say /show on or off")
 
-    def tools(self, rest):
+    def do_system(self, rest):
+        """[TEXT|-]  say, set or (-) drop the system prompt"""
+        if rest:
+            self.conversation.use(system="" if rest == "-" else rest)
+        self.say(f"system: {self.conversation.system or '(none)'}")
+
+    def do_stats(self, rest):
+        """figures of the last answer, and how full the context is"""
+        self.say(self.view.figures(self.last) if self.last else "nothing was asked yet")
+        window, size = self.conversation.find_window(), self.conversation.size()
+        self.say(f"context: about {size:,} of {window:,} tokens ({size * 100 // window} %)" if window else
+                 f"context: about {size:,} tokens; the server does not say how many it holds (contextWindow in the config)")
+
+    def do_tools(self, rest):
+        """[NAME|all|none]  list the tools, switch one or all"""
         box = self.conversation.toolbox
         known = list(box.known())
         for name in known if rest == "all" else [] if rest == "none" else rest.replace(",", " ").split():
@@ -3979,59 +3994,43 @@ class Repl:
         if box.names and not self.conversation.protocol.applies_template:
             self.say(NO_RAW_TOOLS)
 
-    def model(self, rest):
-        if rest:
-            self.conversation.use(model=rest)
-        self.say(f"model: {self.conversation.backend.model}")
+    def do_retry(self, rest):
+        """ask the last question again"""
+        places = [place for place, message in enumerate(self.conversation.history)
+                  if message["role"] == "user" and not message["content"].startswith(SUMMED_UP)]
+        if not places:
+            return self.say("nothing was asked yet")
+        history = self.conversation.history
+        self.ask(history[places[-1]]["content"], history[:places[-1]])
 
-    def models(self, rest):
-        for name in list_models(self.conversation.backend):
-            self.say(("* " if same_model(name, self.conversation.backend.model) else "  ") + name)
+    def do_compact(self, rest):
+        """replace what was said by a summary"""
+        before = self.conversation.size()
+        self.conversation.begin()
+        if run_turn(self.conversation, self.conversation.guarded(self.conversation.compact(everything=True)), self.view):
+            return
+        self.say(f"context: about {before:,} tokens before, {self.conversation.size():,} now")
 
-    def think(self, rest):
-        if rest in ("on", "off", "auto"):
-            before = self.conversation.think
-            self.conversation.think = {"on": True, "off": False, "auto": None}[rest]
-            if not can_switch_thinking(self.conversation):
-                self.conversation.think = before
-                self.say(NO_SWITCH)
-        state = {True: "on", False: "off", None: "auto (as the server likes)"}[self.conversation.think]
-        self.say(f"thinking: {state}" if rest in ("on", "off", "auto", "") else "say /think on, off or auto")
+    def do_sessions(self, rest):
+        """list the saved conversations"""
+        for line in session_lines(20):
+            self.say(("* " if self.session and line.startswith(self.session.id) else "  ") + line)
+        self.say("  mm -r ID goes on with one of them")
 
-    def show(self, rest):
-        if rest in ("on", "off"):
-            self.view.hide = rest == "off"
-        state = "hidden" if self.view.hide else "shown"
-        self.say(f"the thinking is {state}" if rest in ("on", "off", "") else "say /show on or off")
+    def do_save(self, rest):
+        """FILE  write the conversation into a Markdown file"""
+        if not rest:
+            return self.say("say /save FILE")
+        try:
+            with open(os.path.expanduser(rest), "x", encoding="utf-8") as file:
+                file.write(as_markdown(cleaned(self.conversation.history), clean(self.conversation.system)))
+        except OSError as error:
+            return self.say(f"{rest}: {error.strerror}")
+        self.say(f"saved to {rest}")
 
-    def set_system(self, rest):
-        if rest:
-            self.conversation.use(system="" if rest == "-" else rest)
-        self.say(f"system: {self.conversation.system or '(none)'}")
-
-    def stats(self, rest):
-        self.say(self.view.figures(self.last) if self.last else "nothing was asked yet")
-        window, size = self.conversation.find_window(), self.conversation.size()
-        self.say(f"context: about {size:,} of {window:,} tokens ({size * 100 // window} %)" if window else
-                 f"context: about {size:,} tokens; the server does not say how many it holds (contextWindow in the config)")
-
-
-COMMANDS = {  # name: (method of Repl, its words, what it does)
-    "/help": ("help", "", "this list"),
-    "/clear": ("clear", "", "forget the conversation"),
-    "/model": ("model", "[NAME]", "say or change the model"),
-    "/models": ("models", "", "list the server's models"),
-    "/think": ("think", "[on|off|auto]", "ask the server to think or not"),
-    "/show": ("show", "[on|off]", "show or hide the thinking"),
-    "/system": ("set_system", "[TEXT|-]", "say, set or (-) drop the system prompt"),
-    "/stats": ("stats", "", "figures of the last answer, and how full the context is"),
-    "/tools": ("tools", "[NAME|all|none]", "list the tools, switch one or all"),
-    "/retry": ("retry", "", "ask the last question again"),
-    "/compact": ("compact", "", "replace what was said by a summary"),
-    "/sessions": ("sessions", "", "list the saved conversations"),
-    "/save": ("save", "FILE", "write the conversation into a Markdown file"),
-    "/bye": ("bye", "", "leave (also /exit, /quit, Ctrl-D)"),
-}
+    def do_bye(self, rest):
+        """leave (also /exit, /quit, Ctrl-D)"""
+        raise EOFError
 
 
 def list_models(backend):
@@ -4191,7 +4190,8 @@ def parser():
         help="a field of the request, such as temperature=0 (repeatable; dots nest)")
     add("--think", action="store_true", default=None, help="ask the server to think")
     add("--no-think", dest="think", action="store_false", help="ask it not to")
-    add("-R", "--hide-thinking", action="store_true", help="do not show the thinking (it is read all the same)")
+    add("-R", "--hide-thinking", dest="showThinking", action="store_false", default=None,
+        help="do not show the thinking (it is read all the same)")
     add("--json", action="store_true", help="events on stdout, one JSON object a line")
     add("-q", "--quiet", action="store_true", help="no notices and no status line")
     add("--stats", action="store_true", help="figures after the answer, and tokens over time")
@@ -4295,9 +4295,9 @@ def set_blocking(stream):
 def make_view(args):
     out = Pen(sys.stdout)
     if args.json:
-        return Ndjson(out, args.hide_thinking)
+        return Ndjson(out, args.showThinking is False)
     one_screen = wants_repl(args) and out.terminal
-    return Person(out, out if one_screen else Pen(sys.stderr, aside=True), args.hide_thinking, args.quiet, args.stats)
+    return Person(out, out if one_screen else Pen(sys.stderr, aside=True), args.showThinking is False, args.quiet, args.stats)
 
 
 def wants_repl(args):
