@@ -14,15 +14,25 @@
 It speaks to any OpenAI-compatible server: Docker Model Runner, llama.cpp's llama-server, Ollama, vLLM, LM Studio, or a
 hosted one. It needs Python 3.9 and `requests`, and no configuration.
 
-The path of a token, from the socket to the screen; each step is a function or class of that name:
+The path of a token, from the socket to the screen, is one line downwards; each step is a function or
+class of that name:
 
-    in a thread of its own, Protocol.stream:
-        Connection --> body_pieces --> Tap --> iter_lines --> events --> deltas
-        the socket     as it arrives   --tap   of requests    of SSE     (kind, value), into a queue
-    in the main thread:                                                                          queue
-        Pen <-- Person.show <-- run_turn <-- Conversation.ask <-- read_reply <-- split_thinking <-- ModelCall
-        screen  or Ndjson.show               a turn, by way of    events         where needed       the watchdog
-                                             .steps (calls, tools), .model_call (asked again), .read
+    in a thread of its own, the reader:
+        Connection         holds the socket, so that any thread can end the exchange
+        body_pieces        the body's bytes as they arrive
+        Tap                --tap's copy of them; what requests' iter_lines reads from
+        events             server-sent events, from the lines
+        deltas             (kind, value): a piece of thinking, of the answer, of a tool call, ...
+        ModelCall.read     puts them into a queue
+    in the main thread:
+        ModelCall          takes them out, with a clock: the watchdog
+        split_thinking     parts thinking in <think> tags, where a server leaves it in the answer
+        read_reply         notes them in a Reply, and makes events of them
+        Conversation.ask   the events of a turn: calls, tools, what is asked again
+        run_turn           hands each to a view, and hears Ctrl-C
+        Person.show        the view of a person (Ndjson.show: of a program)
+        Pen.write          text that a terminal may see
+        Pen.flush          to the screen, as soon as nothing more is waiting
 
 Sections, each using only functions and classes that stand above it (a Backend, section 3, is handed to section 2 as it is):
 
@@ -3347,11 +3357,21 @@ def as_markdown(history, system):
 # ======================================================================================================================
 # 11. Display
 #
-# Two views of the same events; a view has begin(), for a new turn, show(event), note(text), figures(done), flush(),
-# close(), hide and pens. Person writes the answer to one stream and everything else to another; each of the two knows
-# whether it is a terminal. On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and as
-# single characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text as it is.
-# Styles are switched off again with every piece, so that whatever ends mm leaves the terminal as it was.
+# Two views of the same events. All that other sections use of a view is this:
+#
+#   show(event)      shows one of the EVENTS, or mm's own "waiting", after which all is flushed
+#   begin()          forgets the turn before
+#   note(text)       shows what a command of the REPL says
+#   figures(done)    the figures of a turn, as text
+#   permit(name)     asks a person whether a tool may run; only a Person can
+#   flush(), close() write what is pending; end what stands on the screen
+#   out, side, pens  the Pen of the answer, that of all else (a Person's), and both
+#   hide             whether the thinking is not shown
+#
+# On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and as single
+# characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text
+# as it is. Styles are switched off again with every piece, so that whatever ends mm leaves the
+# terminal as it was.
 # ======================================================================================================================
 
 VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}  # ESC becomes ␛
