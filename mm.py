@@ -5,17 +5,17 @@
 # ///
 """mm asks a language model a question and shows it think, live, before it answers.
 
-    mm "why is the sky blue?"              one question; the answer alone goes to stdout when that is a pipe
-    git diff | mm "review this"            piped text is added after the question
-    mm                                     a conversation (/help lists its commands)
-    mm -p ollama -m qwen3:8b "hello"       a named server and model; with neither, mm looks for a local server
-    mm --check                             what would be used, and whether it answers
+    mm "why is the sky blue?"          one question; in a pipe, stdout is the answer alone
+    git diff | mm "review this"        piped text is added after the question
+    mm                                 a conversation (/help lists its commands)
+    mm -p ollama -m qwen3:8b "hello"   a named server and model; else mm looks for a local server
+    mm --check                         what would be used, and whether it answers
 
-It speaks to any OpenAI-compatible server: Docker Model Runner, llama.cpp's llama-server, Ollama, vLLM, LM Studio, or a
-hosted one. It needs Python 3.9 and `requests`, and no configuration.
+It speaks to any OpenAI-compatible server: Docker Model Runner, llama.cpp's llama-server, Ollama,
+vLLM, LM Studio, or a hosted one. It needs Python 3.9 and `requests`, and no configuration.
 
-The path of a token, from the socket to the screen, is one line downwards; each step is a function or
-class of that name:
+The path of a token, from the socket to the screen, is one line downwards; each step is a function
+or class of that name:
 
     in a thread of its own, the reader:
         Connection         holds the socket, so that any thread can end the exchange
@@ -34,7 +34,8 @@ class of that name:
         Pen.write          text that a terminal may see
         Pen.flush          to the screen, as soon as nothing more is waiting
 
-Sections, each using only functions and classes that stand above it (a Backend, section 3, is handed to section 2 as it is):
+Sections, each using only functions and classes that stand above it (a Backend, section 3, is handed
+to section 2 as it is):
 
      0 text and JSON  what every section uses; MMError
      1 settings       what can be set, where it is read from, one line per fault
@@ -42,8 +43,8 @@ Sections, each using only functions and classes that stand above it (a Backend, 
      3 providers      the servers mm knows, as data; which one is used; what it says of itself
      4 the wire       bytes to lines to events to deltas, tolerant of everything servers really send
      5 the watchdog   one reader thread per call; what counts as a sign of life; how a call is ended
-     6 requests       the one place where a conversation becomes a request body; which thinking goes back
-     7 protocols      chat messages or a raw prompt, its templates, thinking in tags: what is posted where, and how it is read
+     6 requests       where a conversation becomes a request body; which thinking goes back
+     7 protocols      chat messages or a raw prompt, thinking in tags: what is posted, how it is read
      8 tools          what a model may call
      9 conversation   a turn, and what is left of it when it breaks; the context window
     10 sessions       a conversation on disk
@@ -56,7 +57,8 @@ import os
 import sys
 
 __version__ = "0.1.0"
-if __name__ == "__main__" and sys.argv[1:] == ["--version"]:  # the other imports double the time this takes
+# the other imports double the time this takes
+if __name__ == "__main__" and sys.argv[1:] == ["--version"]:
     try:
         os.write(1, f"mm {__version__}\n".encode())
     except OSError:
@@ -66,7 +68,8 @@ if __name__ == "__main__" and sys.argv[1:] == ["--version"]:  # the other import
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while mm is loading, Ctrl-C ends it without a traceback
+    # while mm is loading, Ctrl-C ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import errno
 import io
@@ -79,24 +82,28 @@ import time
 from urllib.parse import urlsplit, urlunsplit
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 0. Text and JSON
 #
-# What every section uses. Text that comes from elsewhere can hold what no encoder takes (half of a surrogate pair) and JSON
-# can hold what no program wants (NaN, a million brackets); both are put right where they enter or leave. So are signals.
-# ======================================================================================================================
+# What every section uses. Text that comes from elsewhere can hold what no encoder takes (half of a
+# surrogate pair) and JSON can hold what no program wants (NaN, a million brackets); both are put
+# right where they enter or leave. So are signals.
+# ==================================================================================================
 
 class MMError(Exception):
-    """What ends a call, a turn or a run: `kind` is one of the error kinds of --json, `message` one line for a person.
+    """What ends a call, a turn or a run: `kind` is one of the error kinds of --json, `message` one
+    line for a person.
 
-    again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call once more, "loading" and "busy"
-    the same call after `wait` seconds, until the model is loaded or once, "field" the call without the optional `field`.
-    window: the context in tokens, where an overflow names it.
+    again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call
+    once more, "loading" and "busy" the same call after `wait` seconds, until the model is loaded or
+    once, "field" the call without the optional `field`. window: the context in tokens, where an
+    overflow names it.
     """
 
     def __init__(self, kind, message, again="", wait=None, field="", window=0):
         super().__init__(message)
-        self.kind, self.message, self.again, self.field, self.window = kind, message, again, field, window
+        self.kind, self.message = kind, message
+        self.again, self.field, self.window = again, field, window
         self.wait = 1.0 if wait is None else wait
 
 
@@ -113,7 +120,8 @@ def did_you_mean(word, words):
 
 
 def clean(text):
-    """`text` with surrogate pairs joined and lone surrogates replaced, so that it can be encoded."""
+    """`text` with surrogate pairs joined and lone surrogates replaced, so that it can be encoded.
+    """
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -167,7 +175,8 @@ def json_or_text(text):
 
 def as_int(value):
     """A count that a server tells; 0 for anything that is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 53 else 0
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 53
+    return value if is_count else 0
 
 
 def is_number(value):
@@ -175,12 +184,15 @@ def is_number(value):
 
 
 def on_signal(number, handler):
-    """signal.signal(), but what a parent had ignored stays so (nohup, a shell's job in the background); -> the handler before."""
+    """signal.signal(), but what a parent had ignored stays so (nohup, a shell's job in the
+    background); -> the handler before.
+    """
     before = signal.getsignal(number)
     return before if before == signal.SIG_IGN else signal.signal(number, handler)
 
 
-MOST_TEXT = 32 << 20  # bytes of a file or of piped text; beyond that it is a mistake (/dev/zero), not a question
+# bytes of a file or of piped text; beyond that it is a mistake (/dev/zero), not a question
+MOST_TEXT = 32 << 20
 
 
 def read_bytes(path, option):
@@ -188,23 +200,27 @@ def read_bytes(path, option):
         with open(path, "rb") as file:
             raw = file.read(MOST_TEXT + 1)
     except (OSError, ValueError) as error:
-        raise MMError("config", f"{option} {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise MMError(
+            "config", f"{option} {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if len(raw) > MOST_TEXT:
         raise MMError("config", f"{option} {path}: larger than {MOST_TEXT >> 20} MiB")
     return raw
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 1. Settings
 #
-# Every setting is a row of a table. Its value comes from an option, else (with -c and -r) the session, else the
-# environment, else the config file, else the default, and remembers which, so that a fault can name it. YAML turns `no`
-# into false, 4.0 into a number and 22:22 into 1342, so mm reads each of its scalars as text (BaseLoader) and lets the
-# row's kind decide. A config file is never taken from the current directory: a cloned repository must not choose where
-# prompts go.
-# ======================================================================================================================
+# Every setting is a row of a table. Its value comes from an option, else (with -c and -r) the
+# session, else the environment, else the config file, else the default, and remembers which, so
+# that a fault can name it. YAML turns `no` into false, 4.0 into a number and 22:22 into 1342, so mm
+# reads each of its scalars as text (BaseLoader) and lets the row's kind decide. A config file is
+# never taken from the current directory: a cloned repository must not choose where prompts go.
+# ==================================================================================================
 
-SETTINGS = {  # key: (kind, default, variable of the environment, option); url and think are no keys of the config file
+# key: (kind, default, variable of the environment, option); url and think are no keys of the config
+# file
+SETTINGS = {
     "provider": ("text", "", "MM_PROVIDER", "--provider"),
     "model": ("text", "", "MM_MODEL", "--model"),
     "url": ("text", "", "MM_BASE_URL", "--url"),
@@ -237,7 +253,8 @@ KEY_IN_FILE = "a key does not belong in this file: put it into an environment va
 def typed(value):
     """A value that goes out as it is (sampling, JSON schemas): text is JSON where it parses.
 
-    YAML's scalars are read as text, so that `5e-4` is the number and `off` the word that they look like.
+    YAML's scalars are read as text, so that `5e-4` is the number and `off` the word that they look
+    like.
     """
     if isinstance(value, dict):
         return {str(k): typed(v) for k, v in value.items()}
@@ -265,7 +282,8 @@ def as_names(value):
 
 FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 FORMATS = ("chatml", "llama3", "gemma", "mistral")
-KINDS = {  # kind: (how it is read, where whatever it raises means "not that"; what a person is told it wants)
+# kind: (how it is read, where whatever it raises means "not that"; what a person is told it wants)
+KINDS = {
     "text": (clean, "text (put it in quotes)"),
     "flag": (lambda value: FLAGS[str(value).strip().lower()], "true or false"),
     "tags": (lambda value: {**FLAGS, "open": "open"}[str(value).strip().lower()], "true, false or open"),
@@ -274,7 +292,8 @@ KINDS = {  # kind: (how it is read, where whatever it raises means "not that"; w
     "fraction": (lambda value: as_number(value, 1), "a number from 0 to 1"),
     "names": (as_names, "a list of names"),
     "map": (lambda value: require(isinstance(value, dict), typed(value)), "a map of keys and values"),
-    "as it is": (lambda value: require(isinstance(value, dict), value), "a map of keys and values"),  # each entry is read by itself
+    # each entry is read by itself
+    "as it is": (lambda value: require(isinstance(value, dict), value), "a map of keys and values"),
     "protocol": (lambda value: require(value in ("chat", "completions"), str(value)), "chat or completions"),
     "template": (lambda value: require(value in FORMATS, str(value)), ", ".join(FORMATS)),
 }
@@ -286,7 +305,8 @@ def converted(value, kind, where):
     try:
         return convert(value)
     except (ValueError, TypeError, KeyError, OverflowError, AttributeError):
-        shown = {dict: "a map", list: "a list"}.get(type(value)) or f"'{one_line(value, 60)}'"  # a map could hold a key
+        # a map could hold a key
+        shown = {dict: "a map", list: "a list"}.get(type(value)) or f"'{one_line(value, 60)}'"
         raise MMError("config", f"{where}: wants {wanted}, not {shown}") from None
 
 
@@ -317,9 +337,10 @@ def read_map(data, kinds, elsewhere, where, faults, notices):
 class Settings:
     """Every setting's value, and for each that is no default, where it came from.
 
-    settings["retries"] is the value; settings.source("retries") is "--retries", "config.yaml: retries" or "" (the default);
-    that of a model can be "$MM_MODEL", or "session ID".
-    settings.notices holds what a person should hear, such as unknown keys; settings.file is the config file, or "".
+    settings["retries"] is the value; settings.source("retries") is "--retries", "config.yaml:
+    retries" or "" (the default); that of a model can be "$MM_MODEL", or "session ID".
+    settings.notices holds what a person should hear, such as unknown keys; settings.file is the
+    config file, or "".
     """
 
     def __init__(self):
@@ -343,7 +364,8 @@ class Settings:
 def load_settings(options, config="", environ=os.environ):
     """The settings of a run. options: {key: value} from the command line; config: --config's value.
 
-    Raises MMError("config") with one line per fault. (A session that is resumed comes later, in section 14.)
+    Raises MMError("config") with one line per fault. (A session that is resumed comes later, in
+    section 14.)
     """
     settings, faults = Settings(), []
     path, named_by = config_path(config, environ)
@@ -364,13 +386,16 @@ def load_settings(options, config="", environ=os.environ):
 
 
 def config_path(option, environ):
-    """-> (path, what named it), or ("", "") when there is no config file; a file that was named must be there."""
+    """-> (path, what named it), or ("", "") when there is no config file; a file that was named
+    must be there.
+    """
     if option.strip():
         return option, "--config"
     if environ.get("MM_CONFIG", "").strip():
         return os.path.expanduser(environ["MM_CONFIG"].strip()), "$MM_CONFIG"
     around = os.path.dirname(os.path.realpath(__file__))
-    beside = os.path.dirname(around) if os.path.isfile(around) else around  # mm.pyz: beside it, not in it
+    # mm.pyz: beside it, not in it
+    beside = os.path.dirname(around) if os.path.isfile(around) else around
     for folder in (beside, xdg_home("XDG_CONFIG_HOME", ".config", environ)):
         path = os.path.join(folder, "config.yaml")
         if os.path.isfile(path):
@@ -379,7 +404,9 @@ def config_path(option, environ):
 
 
 def xdg_home(variable, default, environ=os.environ):
-    """mm's folder below an XDG base directory; a relative or blank value counts as not set (XDG base directory spec)."""
+    """mm's folder below an XDG base directory; a relative or blank value counts as not set (XDG
+    base directory spec).
+    """
     base = environ.get(variable, "").strip()
     if not os.path.isabs(base):
         base = os.path.join(home(), default)
@@ -436,7 +463,8 @@ def blaming(where, function, *arguments):
 
 
 def parse_config(raw):
-    """Bytes of a config file -> dict, list, text or None; YAML's scalars stay text. Raises MMError."""
+    """Bytes of a config file -> dict, list, text or None; YAML's scalars stay text. Raises MMError.
+    """
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -453,8 +481,11 @@ def parse_config(raw):
     except ImportError:
         if not text.strip():
             return None
-        raise MMError("config", f"{problem}, and PyYAML is not installed: "
-                                f"{sys.executable} -m pip install pyyaml, or write it as JSON") from None
+        raise MMError(
+            "config",
+            f"{problem}, and PyYAML is not installed: "
+            f"{sys.executable} -m pip install pyyaml, or write it as JSON",
+        ) from None
     try:
         return yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
@@ -468,24 +499,31 @@ def parse_config(raw):
         raise MMError("config", "nested too deeply") from None
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 2. Errors
 #
-# Servers say what is wrong in a dozen shapes (SENTENCE_KEYS), as a web page, as a stack trace of their template engine, or
-# not at all. This section finds the sentence, and the HINTS table adds what to do about it. A 500 from llama.cpp mostly
-# means 'your request', so a status alone says little. Unknown errors come through in the server's own words.
-# ======================================================================================================================
+# Servers say what is wrong in a dozen shapes (SENTENCE_KEYS), as a web page, as a stack trace of
+# their template engine, or not at all. This section finds the sentence, and the HINTS table adds
+# what to do about it. A 500 from llama.cpp mostly means 'your request', so a status alone says
+# little. Unknown errors come through in the server's own words.
+# ==================================================================================================
 
 MAX_WORDS = 1 << 16  # characters of an error that are looked at
-SENTENCE_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason", "error_description", "title")
-OVERFLOW = re.compile(r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length|prompt (is )?too long"
-                      r"|tokens to keep|longer than the context|max_tokens must be at least 1, got -")
-OVERFLOW_PROMPT = re.compile(r"(?i)request \((\d{1,12}) tokens|input has (\d{1,12}) tokens|(\d{1,12}) in the messages"
-                             r"|passed (\d{1,12}) input|(\d{1,12}) input tokens|prompt \(length (\d{1,12})\)"
-                             r"|requested (\d{1,12}) tokens|resulted in (\d{1,12}) tokens")
-OVERFLOW_WINDOW = re.compile(r"(?i)context (?:size|length|window) \((\d{1,12})|model length of (\d{1,12})"
-                             r"|context (?:size|length|window)[a-z' ]{0,24}?(\d{1,12})")
-HINTS = (  # (HTTP statuses, or none for any; what the words look like; kind; what to do; what may be tried)
+SENTENCE_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason",
+                 "error_description", "title")
+OVERFLOW = re.compile(
+    r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length"
+    r"|prompt (is )?too long|tokens to keep|longer than the context"
+    r"|max_tokens must be at least 1, got -")
+OVERFLOW_PROMPT = re.compile(
+    r"(?i)request \((\d{1,12}) tokens|input has (\d{1,12}) tokens|(\d{1,12}) in the messages"
+    r"|passed (\d{1,12}) input|(\d{1,12}) input tokens|prompt \(length (\d{1,12})\)"
+    r"|requested (\d{1,12}) tokens|resulted in (\d{1,12}) tokens")
+OVERFLOW_WINDOW = re.compile(
+    r"(?i)context (?:size|length|window) \((\d{1,12})|model length of (\d{1,12})"
+    r"|context (?:size|length|window)[a-z' ]{0,24}?(\d{1,12})")
+# (HTTP statuses, or none for any; what the words look like; kind; what to do; what may be tried)
+HINTS = (
     ((), r"--jinja|Unsupported param: tools|Cannot use tools with stream", "server", "start llama-server with --jinja", ""),
     ((), r"enable-auto-tool-choice", "server", "start vLLM with the options that it names", ""),
     ((), r"(?i)loading model|model is loading", "server", "", "loading"),
@@ -501,7 +539,9 @@ HINTS = (  # (HTTP statuses, or none for any; what the words look like; kind; wh
 
 
 def sentence(value):
-    """The sentence in a server's error, wherever it stands: JSON of any nesting, JSON inside a string, text."""
+    """The sentence in a server's error, wherever it stands: JSON of any nesting, JSON inside a
+    string, text.
+    """
     if isinstance(value, str):
         text = value.strip()[:MAX_WORDS]
         if text[:1] in ("{", "["):
@@ -518,15 +558,21 @@ def sentence(value):
     if isinstance(value.get("loc"), list):  # FastAPI names the field it refused
         found = ".".join(str(part) for part in value["loc"]) + ": " + found
     metadata = value.get("metadata")
-    if isinstance(metadata, dict) and sentence(metadata.get("raw")):  # OpenRouter: what the server behind it said
+    # OpenRouter: what the server behind it said
+    if isinstance(metadata, dict) and sentence(metadata.get("raw")):
         found = f"{found}: {sentence(metadata['raw'])}"
     return found
 
 
 def template_sentence(text):
-    """llama.cpp's template errors quote the template's source; only the sentence is of use (builds 11434 and older ones)."""
+    """llama.cpp's template errors quote the template's source; only the sentence is of use (builds
+    11434 and older ones).
+    """
     if "Error: " in text and "While executing" in text:
-        return "the chat template refuses this: " + text.rsplit("Error: ", 1)[1].replace("Jinja Exception: ", "").strip()
+        return (
+            "the chat template refuses this: "
+            + text.rsplit("Error: ", 1)[1].replace("Jinja Exception: ", "").strip()
+        )
     old = re.match(r"(.+?) at row \d+, column \d+:\s*\n", text)
     return f"the chat template refuses this: {old.group(1)}" if old else text
 
@@ -544,14 +590,18 @@ def page_title(text):
 
 def web_page_error(title, url):
     named = f' ("{title}")' if title else ""
-    return MMError("not_found", f"{url} answered with a web page{named}, not with an API: check the URL (most end in /v1)")
+    return MMError(
+        "not_found",
+        f"{url} answered with a web page{named}, not with an API: check the URL (most end in /v1)",
+    )
 
 
 def explain(status, body, backend, url, wait=None):
     """MMError for a server's refusal.
 
-    status: the HTTP status, or 0 for an error inside a stream that began with 200; body: bytes, text, or parsed JSON;
-    url: what was asked, for the line; wait: Retry-After in seconds, if the server named it.
+    status: the HTTP status, or 0 for an error inside a stream that began with 200; body: bytes,
+    text, or parsed JSON; url: what was asked, for the line; wait: Retry-After in seconds, if the
+    server named it.
     """
     text = decoded(body) if isinstance(body, bytes) else body
     title = page_title(text) if isinstance(text, str) else None
@@ -575,9 +625,13 @@ def explain(status, body, backend, url, wait=None):
         again = "stream"
     refused = ""
     if status in (400, 422) and not again:
-        refused = next((name for name, look in backend.refusal_looks() if re.search(look, said)), "")
+        refused = next(
+            (name for name, look in backend.refusal_looks() if re.search(look, said)), ""
+        )
         again = "field" if refused else ""
-    advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url, host=urlsplit(url).netloc)
+    advice = advice.format(
+        key=backend.key_advice(), get=backend.get_advice(), url=url, host=urlsplit(url).netloc
+    )
     code = f"HTTP {status}" if status else ""
     return MMError(kind, compose(said, code, advice), again, wait, refused)
 
@@ -595,13 +649,20 @@ def overflow_error(said, shape):
         return next((int(group) for group in match.groups() if group), 0) if match else 0
     prompt, window = tokens(OVERFLOW_PROMPT, "n_prompt_tokens"), tokens(OVERFLOW_WINDOW, "n_ctx")
     if prompt and window:
-        return MMError("overflow", f"the prompt has {prompt:,} tokens and the context holds {window:,}: "
-                                   "ask for less, or start the server with a larger context", window=window)
-    return MMError("overflow", compose(said, "", "ask for less, or start the server with a larger context"))
+        return MMError(
+            "overflow",
+            f"the prompt has {prompt:,} tokens and the context holds {window:,}: "
+            "ask for less, or start the server with a larger context",
+            window=window,
+        )
+    return MMError(
+        "overflow", compose(said, "", "ask for less, or start the server with a larger context")
+    )
 
 
 def causes(error):
-    """An exception and what it was raised from, outermost first: requests wraps urllib3 wraps http.client wraps OSError.
+    """An exception and what it was raised from, outermost first: requests wraps urllib3 wraps
+    http.client wraps OSError.
 
     Some of them hold the cause as an argument, some as `reason`.
     """
@@ -610,7 +671,12 @@ def causes(error):
         error = waiting.pop(0)
         if isinstance(error, BaseException) and error not in seen:
             seen.append(error)
-            waiting += [*error.args[:2], getattr(error, "reason", None), error.__cause__, error.__context__]
+            waiting += [
+                *error.args[:2],
+                getattr(error, "reason", None),
+                error.__cause__,
+                error.__context__,
+            ]
     return seen
 
 
@@ -626,8 +692,9 @@ UNDIALLED = {"NewConnectionError", "ConnectTimeoutError", "NameResolutionError"}
 def explain_exception(error, backend, proxy, answered):
     """MMError for an exception of requests, urllib3, http.client or a socket.
 
-    proxy: the proxy's URL if one was used; answered: whether the response had begun. Classes are looked for by name, as they
-    stand in other modules in urllib3 1.26 and 2, and as importing them takes time.
+    proxy: the proxy's URL if one was used; answered: whether the response had begun. Classes are
+    looked for by name, as they stand in other modules in urllib3 1.26 and 2, and as importing them
+    takes time.
     """
     import socket
     import ssl
@@ -637,36 +704,55 @@ def explain_exception(error, backend, proxy, answered):
     classes = {type(e).__name__ for e in chain}
     host, shown = urlsplit(backend.url).hostname, show_url(backend.url)
     undialled = classes & UNDIALLED
-    reason = one_line(next((e for e in reversed(chain) if isinstance(e, OSError) and e.strerror), chain[-1]), 200)
+    reason = one_line(
+        next((e for e in reversed(chain) if isinstance(e, OSError) and e.strerror), chain[-1]), 200
+    )
     if proxy and (undialled or classes & {"ProxyError", "InvalidSchema", "InvalidProxyURL"}):
-        return MMError("unreachable", f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
-                                      f"set NO_PROXY={host} to go round it")
+        return MMError(
+            "unreachable",
+            f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
+            f"set NO_PROXY={host} to go round it",
+        )
     if "SSLError" in classes or any(isinstance(e, ssl.SSLError) for e in chain):
         advice = "is it plain http?" if re.search("WRONG_VERSION|RECORD_LAYER", repr(chain)) else "check its certificate"
         return MMError("unreachable", compose(f"no TLS connection to {host}: {reason}", "", advice))
     if undialled and any(isinstance(e, socket.gaierror) for e in chain):
-        return MMError("unreachable", f"no host named {host} is known: check the URL{backend.container_advice()}")
+        return MMError(
+            "unreachable",
+            f"no host named {host} is known: check the URL{backend.container_advice()}",
+        )
     if undialled:
         reason = re.sub(r"\[errno -?\d+\] ", "", reason.lower())
-        return MMError("unreachable", compose(f"nothing answers at {shown} ({reason})", "", backend.start_advice()))
+        return MMError(
+            "unreachable",
+            compose(f"nothing answers at {shown} ({reason})", "", backend.start_advice()),
+        )
     if classes & {"InvalidURL", "InvalidSchema", "InvalidProxyURL", "MissingSchema", "LocationParseError", "UnicodeError"}:
         return MMError("config", f"{shown} is not a URL that can be asked: {one_line(error, 200)}")
     if classes & {"BadStatusLine", "LineTooLong", "UnknownProtocol"} and "Remote end" not in repr(chain):
-        return MMError("protocol", f"what answers at {shown} does not speak HTTP: check the URL's port", "stream")
-    return MMError("interrupted", f"the connection was cut before the server answered ({reason})", "stream")
+        return MMError(
+            "protocol",
+            f"what answers at {shown} does not speak HTTP: check the URL's port",
+            "stream",
+        )
+    return MMError(
+        "interrupted", f"the connection was cut before the server answered ({reason})", "stream"
+    )
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 3. Providers
 #
-# A server is an entry of PROVIDERS: data, no code. It is resolved once into a Backend (URL after overrides, key, model).
-# The probe only ever advises: a server may be started after mm. A server is reached by a Connection of mm's own, one per call,
-# which any thread can cut. requests offers no such thing (closing a response blocks until its next byte,
-# closing a session before the headers does nothing), so Connection keeps a second handle on the socket and shuts that.
-# ======================================================================================================================
+# A server is an entry of PROVIDERS: data, no code. It is resolved once into a Backend (URL after
+# overrides, key, model). The probe only ever advises: a server may be started after mm. A server is
+# reached by a Connection of mm's own, one per call, which any thread can cut. requests offers no
+# such thing (closing a response blocks until its next byte, closing a session before the headers
+# does nothing), so Connection keeps a second handle on the socket and shuts that.
+# ==================================================================================================
 
 USAGE = {"stream_options": {"include_usage": True}}
-LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}  # the latter is for Protocol.end_thinking()
+# the latter is for Protocol.end_thinking()
+LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}
 EFFORT = {"on": {"reasoning_effort": "medium"}, "off": {"reasoning_effort": "none"}}
 TEMPLATE_SWITCH = {"on": {"chat_template_kwargs": {"enable_thinking": True}},
                    "off": {"chat_template_kwargs": {"enable_thinking": False}}}
@@ -744,7 +830,8 @@ PROVIDERS = {
         "window": [("models", "data.[].context_length")],
     },
 }
-# A server of which only a URL is known: nothing optional is sent, so that the strictest one takes the request.
+# A server of which only a URL is known: nothing optional is sent, so that the strictest one takes
+# the request.
 PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
 ENTRY_DEFAULTS = {
@@ -762,8 +849,8 @@ MAX_LIST = 4 << 20  # bytes of a model list
 class Connection:
     """The connection of one HTTP exchange; hang_up() ends it from any thread, once it is made.
 
-    Nothing waits for a look-up of a name or for a server's first answer to a SYN: whoever has hung up
-    leaves that thread behind, which ends by itself.
+    Nothing waits for a look-up of a name or for a server's first answer to a SYN: whoever has hung
+    up leaves that thread behind, which ends by itself.
     """
 
     def __init__(self):
@@ -792,22 +879,29 @@ class Connection:
 
 
 def need_requests():
-    """The package, imported when it is needed, as that takes longer than all else. Raises MMError("config")."""
+    """The package, imported when it is needed, as that takes longer than all else. Raises
+    MMError("config").
+    """
     try:
         import requests
     except OSError as error:  # in mm.pyz: no place for the certificates
-        raise MMError("config", f"the package requests cannot be loaded: {one_line(error, 200)}") from None
+        raise MMError(
+            "config", f"the package requests cannot be loaded: {one_line(error, 200)}"
+        ) from None
     except ImportError:
-        raise MMError("config", "mm needs the package requests: "
-                                f"{sys.executable} -m pip install requests, or uv run mm.py") from None
+        raise MMError(
+            "config",
+            "mm needs the package requests: "
+            f"{sys.executable} -m pip install requests, or uv run mm.py",
+        ) from None
     return requests
 
 
 def adapter_for(connection):
     """requests' HTTPAdapter, but each socket that urllib3 makes for it is shown to a Connection.
 
-    An adapter has a manager of pools, and one for each proxy; a pool makes urllib3's connections, and
-    those make their socket in _new_conn. A pool for SOCKS goes its own way.
+    An adapter has a manager of pools, and one for each proxy; a pool makes urllib3's connections,
+    and those make their socket in _new_conn. A pool for SOCKS goes its own way.
     """
     from requests.adapters import HTTPAdapter
     from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
@@ -841,10 +935,11 @@ def adapter_for(connection):
 
 
 def open_session(connection, url):
-    """A requests.Session whose sockets come from `connection`, and the proxy it uses for `url` (or "").
+    """A requests.Session whose sockets come from `connection`, and the proxy it uses for `url` (or
+    "").
 
-    Neither ~/.netrc nor the proxy variables are left to requests: netrc would replace the key, and a proxy would be asked
-    for loopback.
+    Neither ~/.netrc nor the proxy variables are left to requests: netrc would replace the key, and
+    a proxy would be asked for loopback.
     """
     requests = need_requests()
     session = requests.Session()
@@ -922,8 +1017,8 @@ def beginning(response, most):
 def fetch(connection, backend, path, body=None):
     """GETs `path` below the base URL (below the server's root if it begins with "/").
 
-    body: JSON that is posted instead. -> (status, JSON or None); where nothing answered, (0, an MMError
-    which says why).
+    body: JSON that is posted instead. -> (status, JSON or None); where nothing answered, (0, an
+    MMError which says why).
     """
     status, data, proxy = 0, None, ""
     method = "POST" if body else "GET"
@@ -947,9 +1042,9 @@ def fetch(connection, backend, path, body=None):
 def first_good(asked, accept):
     """Fetches [(backend, path[, body]), …] side by side, each in a thread of its own.
 
-    -> (index, status, JSON) of the first in the list's order whose answer passes accept(status, JSON),
-    or None. Those before it are waited for until they have failed, or PROBE_SECONDS are over; a thread
-    that still looks up a name is left behind.
+    -> (index, status, JSON) of the first in the list's order whose answer passes accept(status,
+    JSON), or None. Those before it are waited for until they have failed, or PROBE_SECONDS are
+    over; a thread that still looks up a name is left behind.
     """
     answers, news = {}, queue.SimpleQueue()
     connections = [Connection() for _ in asked]
@@ -977,10 +1072,16 @@ def first_good(asked, accept):
 
 
 def model_ids(status, data):
-    """The ids of a model list, most usable first, or None if it is no model list (Ollama without models says data: null)."""
+    """The ids of a model list, most usable first, or None if it is no model list (Ollama without
+    models says data: null).
+    """
     if not isinstance(data, dict) or status != 200 or not isinstance(data.get("data", ""), (list, type(None))):
         return None
-    entries = [entry for entry in data["data"] or [] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    entries = [
+        entry
+        for entry in data["data"] or []
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str)
+    ]
 
     def rank(entry):  # a model that is loaded (llama.cpp's router tells), and one that chats
         state = entry.get("status")
@@ -990,7 +1091,9 @@ def model_ids(status, data):
 
 
 def same_model(a, b):
-    """Whether two names mean one model to the servers that shorten them (Ollama, DMR): `:latest`, `ai/`, case."""
+    """Whether two names mean one model to the servers that shorten them (Ollama, DMR): `:latest`,
+    `ai/`, case.
+    """
     def plain(name):
         name = name.lower().replace("hf.co/", "huggingface.co/", 1)
         return re.sub(r"^ai/|:latest$", "", name)
@@ -1000,7 +1103,8 @@ def same_model(a, b):
 # -- a server, and how its URL is written
 
 class Backend:
-    """A server that is ready to be asked: name, url (a base URL), query, model, key; `entry` is its row of PROVIDERS.
+    """A server that is ready to be asked: name, url (a base URL), query, model, key; `entry` is its
+    row of PROVIDERS.
 
     plain: it has no such row, as only its URL is known.
     """
@@ -1015,10 +1119,14 @@ class Backend:
         if path.startswith("/"):
             base = re.sub(r"(/engines(/llama\.cpp)?)?/v1$", "", base)
         path = path.replace("{model}", quoted(self.model)).lstrip("/")
-        return f"{base}/{path}" + (f"{'&' if '?' in path else '?'}{self.query}" if self.query else "")
+        return f"{base}/{path}" + (
+            f"{'&' if '?' in path else '?'}{self.query}" if self.query else ""
+        )
 
     def headers(self):
-        """Identity, since a compressed stream comes in lumps; a local server gets a dummy key, as some insist on one."""
+        """Identity, since a compressed stream comes in lumps; a local server gets a dummy key, as
+        some insist on one.
+        """
         headers = {"Accept-Encoding": "identity", "User-Agent": f"mm/{__version__}"}
         if self.key or self.entry["local"]:
             headers["Authorization"] = f"Bearer {self.key or 'none'}"
@@ -1032,7 +1140,9 @@ class Backend:
             yield name, rf"\b{name}\b|does not support thinking"
 
     def redact(self, text):
-        """`text` without the key, and without what a URL can hold that is secret, however a server echoes them."""
+        """`text` without the key, and without what a URL can hold that is secret, however a server
+        echoes them.
+        """
         parts = urlsplit(self.url)
         pair = f"{parts.username or ''}:{parts.password}" if parts.password else ""
         for secret in filter(None, (self.key, parts.password, self.query)):
@@ -1051,12 +1161,16 @@ class Backend:
 
     def start_advice(self):
         start = self.entry["start"]
-        return (f"start it with `{start}`" if start else "is it running, and is the URL right?") + self.container_advice()
+        return (
+            f"start it with `{start}`" if start else "is it running, and is the URL right?"
+        ) + self.container_advice()
 
     def container_advice(self):
         host = urlsplit(self.url).hostname or ""
         if in_container() and is_near(host) and not host.endswith(".docker.internal"):
-            return "; inside a container, localhost is the container: the host is host.docker.internal"
+            return (
+                "; inside a container, localhost is the container: the host is host.docker.internal"
+            )
         return ""
 
 
@@ -1070,13 +1184,15 @@ def quoted(text):
 
 
 def base_url(text):
-    """-> (base URL, query) from whatever form of it a person has. A path of its own is kept as it is. Raises MMError("config").
+    """-> (base URL, query) from whatever form of it a person has. A path of its own is kept as it
+    is. Raises MMError("config").
 
-    8080, box:8080, box -> http://box[:8080]/v1 · api.example.com -> https://api.example.com/v1 · a slash too many goes, and so
-    does the /chat/completions of a whole endpoint.
+    8080, box:8080, box -> http://box[:8080]/v1 · api.example.com -> https://api.example.com/v1 · a
+    slash too many goes, and so does the /chat/completions of a whole endpoint.
     """
     url = text.strip()
-    url = "localhost:" + url.lstrip(":") if re.fullmatch(r":?\d{2,5}(/.*)?", url) else url  # a port alone
+    # a port alone
+    url = "localhost:" + url.lstrip(":") if re.fullmatch(r":?\d{2,5}(/.*)?", url) else url
     if "://" not in url:
         host = re.split(r"[/:?]", url.lstrip("["))[0]
         has_port = re.match(r"\[|[^/?]*:\d", url)
@@ -1103,15 +1219,20 @@ def provider_table(settings):
     for name, own in settings["providers"].items():
         like = own.get("like", name)
         if like not in PROVIDERS and "like" in own:
-            raise MMError("config", f"{settings.source('providers')}.{name}.like: no provider is called {one_line(like, 40)}: "
-                                    + ", ".join(PROVIDERS))
+            raise MMError(
+                "config",
+                f"{settings.source('providers')}.{name}.like: no provider is called {one_line(like, 40)}: "
+                + ", ".join(PROVIDERS),
+            )
         base = dict(PROVIDERS.get(like, PLAIN))
         if "url" in own:
             blaming(f"{settings.source('providers')}.{name}.url", base_url, own["url"])
             base["fallback"] = []  # another machine's fallback is no fallback
         table[name] = {**base, **own}
         if not table[name]["url"]:
-            raise MMError("config", f"{settings.source('providers')}.{name}: wants a url, or `like: NAME`")
+            raise MMError(
+                "config", f"{settings.source('providers')}.{name}: wants a url, or `like: NAME`"
+            )
     return table
 
 
@@ -1120,34 +1241,41 @@ def ports_of(entry):
 
 
 def named_backend(settings, environ=os.environ):
-    """-> (Backend, [notices]) of the server that is named by a provider or a URL, or (None, []). No server is asked.
+    """-> (Backend, [notices]) of the server that is named by a provider or a URL, or (None, []). No
+    server is asked.
 
     Raises MMError("config").
     """
     table = provider_table(settings)
     name, url, notices = settings["provider"].strip(), settings["url"].strip(), []
     if name and name not in table:
-        raise MMError("config", f"{settings.source('provider')}: no provider is called {one_line(name, 40)}"
-                                f"{did_you_mean(name, table)}: {', '.join(table)}")
+        raise MMError(
+            "config",
+            f"{settings.source('provider')}: no provider is called {one_line(name, 40)}"
+            f"{did_you_mean(name, table)}: {', '.join(table)}",
+        )
     is_hosted = name in table and not table[name].get("local")
     if is_hosted and url and settings.is_option("provider") and not settings.is_option("url"):
-        notices.append(f"-p {name} puts {settings.source('url')} aside")  # or its key would go there
+        # or its key would go there
+        notices.append(f"-p {name} puts {settings.source('url')} aside")
         url = ""
     if not name and not url:
         return None, []
     if url:
         port = urlsplit(blaming(settings.source("url"), base_url, url)[0]).port
-        # mm's own servers only: a key that the config names for another must not follow its port to any host
+        # mm's own servers only: a key that the config names for another must not follow its port to
+        # any host
         name = name or next((n for n, row in PROVIDERS.items() if port and port in ports_of(row)), "")
     entry = {**(table[name] if name else PLAIN), **({"fallback": []} if url else {})}
     return with_key(Backend(name, entry, url), environ), notices
 
 
 def resolve(settings, environ=os.environ, needs_model=True, named=None):
-    """-> (Backend, [notices]). Looks for local servers when none is named, and for a model on the server when none is.
+    """-> (Backend, [notices]). Looks for local servers when none is named, and for a model on the
+    server when none is.
 
-    named: what named_backend() gave, where it was called already. Raises MMError: config, or what the search for a server or a
-    model ended with.
+    named: what named_backend() gave, where it was called already. Raises MMError: config, or what
+    the search for a server or a model ended with.
     """
     backend, notices = named or named_backend(settings, environ)
     ids = None
@@ -1162,23 +1290,31 @@ def resolve(settings, environ=os.environ, needs_model=True, named=None):
 def with_key(backend, environ):
     variable = backend.entry.get("apiKeyEnv") or ""
     backend.key = environ.get(variable, "").strip() if variable else ""
-    odd = next((place for place, char in enumerate(backend.key, 1) if not 33 <= ord(char) <= 126), 0)
+    odd = next(
+        (place for place, char in enumerate(backend.key, 1) if not 33 <= ord(char) <= 126), 0
+    )
     if odd:
-        raise MMError("config", f"${variable}: character {odd} of the key is one that an HTTP header cannot carry: "
-                                "copy the key anew")
+        raise MMError(
+            "config",
+            f"${variable}: character {odd} of the key is one that an HTTP header cannot carry: "
+            "copy the key anew",
+        )
     return backend
 
 
 def answering(named, table, environ, notices):
     """The first server that answers, of all that may be meant, asked side by side.
 
-    named: the Backend that was named, and so tried at its fallback URLs too; None for any local server
-    that lists a model, the hosts of containers last. -> (Backend, its model ids, None if not told).
+    named: the Backend that was named, and so tried at its fallback URLs too; None for any local
+    server that lists a model, the hosts of containers last. -> (Backend, its model ids, None if not
+    told).
     """
     if named:
         candidates = [named] + [Backend(named.name, named.entry, url, key=named.key)
                                 for url in named.entry["fallback"]]
-        found = first_good([(backend, "models") for backend in candidates], lambda status, _: status > 0)
+        found = first_good(
+            [(backend, "models") for backend in candidates], lambda status, _: status > 0
+        )
     else:
         local = [(name, entry) for name, entry in table.items() if entry.get("local")]
         places = [(name, entry, url) for name, entry in local
@@ -1196,8 +1332,11 @@ def answering(named, table, environ, notices):
         return named, None
     ports = ", ".join(f"{name} :{urlsplit(entry['url']).port}" for name, entry in local)
     hint = "in a container, start one on the host" if in_container() else "start one, such as `llama-server -m MODEL.gguf`"
-    raise MMError("unreachable", f"no model server answers here ({ports}): {hint}, or name one with --url or -p; "
-                                 "mm --demo needs none")
+    raise MMError(
+        "unreachable",
+        f"no model server answers here ({ports}): {hint}, or name one with --url or -p; "
+        "mm --demo needs none",
+    )
 
 
 def takes_first_model(backend):
@@ -1218,14 +1357,20 @@ def first_model(backend, ids, notices):
         get = backend.entry["get"].format(model="MODEL")
         raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: {get}")
     own = "" if backend.name in PROVIDERS else ", or local: true in the config, which takes its first"
-    raise MMError("config", f"no model is named: say -m MODEL (mm --models lists those of {backend.name}){own}")
+    raise MMError(
+        "config",
+        f"no model is named: say -m MODEL (mm --models lists those of {backend.name}){own}",
+    )
 
 
 def ask_models(backend):
     """-> (status, model list) or (0, MMError)."""
     found = first_good([(backend, "models")], lambda status, data: True)
-    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and gave no model list within {PROBE_SECONDS:g} s: "
-                                  "is it busy? (-m MODEL needs none)")
+    slow = MMError(
+        "unreachable",
+        f"{show_url(backend.url)} took the connection and gave no model list within {PROBE_SECONDS:g} s: "
+        "is it busy? (-m MODEL needs none)",
+    )
     return found[1:] if found else (0, slow)
 
 
@@ -1233,25 +1378,39 @@ def no_models_error(backend, status, data):
     """MMError for a server that gave no model list but this (see ask_models)."""
     where = show_url(backend.endpoint("models"))
     if not status and data.kind == "interrupted":
-        return MMError("unreachable", compose(f"{show_url(backend.url)}: {data.message}", "", backend.start_advice()))
+        return MMError(
+            "unreachable",
+            compose(f"{show_url(backend.url)}: {data.message}", "", backend.start_advice()),
+        )
     if not status:
         return data
     if status in (401, 403):
         refuses = "refuses the key" if backend.key else "wants a key"
-        return MMError("auth", compose(f"{where} {refuses}", f"HTTP {status}", backend.key_advice()))
-    return MMError("not_found", compose(f"{where} gives no model list", f"HTTP {status}", "is the URL right (most end in /v1)?"))
+        return MMError(
+            "auth", compose(f"{where} {refuses}", f"HTTP {status}", backend.key_advice())
+        )
+    return MMError(
+        "not_found",
+        compose(
+            f"{where} gives no model list", f"HTTP {status}", "is the URL right (most end in /v1)?"
+        ),
+    )
 
 
 # -- what a server says of itself
 
 def dig(data, path, model):
-    """What stands at a dotted path in JSON, or None. [] is the list's entry for `model`, or its only one."""
+    """What stands at a dotted path in JSON, or None. [] is the list's entry for `model`, or its
+    only one.
+    """
     for key in path.split("."):
         if key == "[]":
             entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
             ids = ("id", "model", "name", "key", "Model")
-            data = next((e for e in entries if any(same_model(str(e.get(key, "")), model) for key in ids)),
-                        entries[0] if len(entries) == 1 else None)
+            data = next(
+                (e for e in entries if any(same_model(str(e.get(key, "")), model) for key in ids)),
+                entries[0] if len(entries) == 1 else None,
+            )
         elif isinstance(data, list):
             data = data[int(key)] if key.isdigit() and int(key) < len(data) else None
         else:
@@ -1268,8 +1427,8 @@ def fetch_page(backend, path, *body):
 def probe(backend):
     """What a server says of itself, for advice.
 
-    models: [ids] or None; fault: an MMError where there are none; window: the context it serves in tokens, or 0; tools:
-    whether the model's template takes tools, or None where that is not told.
+    models: [ids] or None; fault: an MMError where there are none; window: the context it serves in
+    tokens, or 0; tools: whether the model's template takes tools, or None where that is not told.
     """
     status, data = ask_models(backend)
     ids, pages, window, tools = model_ids(status, data), {"models": data}, 0, None
@@ -1285,25 +1444,28 @@ def probe(backend):
             "tools": tools if isinstance(tools, bool) else None}
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 4. The wire
 #
 # A stream is bytes, split into lines, grouped into events, each a JSON chunk, each some deltas. The
 # lines are split by requests' own iter_lines, which reads from a Tap in the place of response.raw:
 # left to itself, it holds a token of an unchunked body back until 512 bytes have come. Lines are
 # decoded one by one as UTF-8: guessing Latin-1 turns the last byte of a check mark into a line end.
-# A stream is whole only with a finish_reason or [DONE]; a tidy close in the middle is a broken stream like any other.
-# ======================================================================================================================
+# A stream is whole only with a finish_reason or [DONE]; a tidy close in the middle is a broken
+# stream like any other.
+# ==================================================================================================
 
-MAX_LINE = 8 << 20  # bytes; nothing an honest server sends in one line, one body or all the calls of one answer comes near
+# bytes; nothing an honest server sends in one line, one body or all the calls of one answer comes
+# near
+MAX_LINE = 8 << 20
 CALL_BYTES = 1 << 10  # what an empty call takes of that
 
 
 class Tap:
     """Stands in the place of response.raw: requests' iter_lines reads from it what has arrived.
 
-    raw: urllib3's response, or any object with read1(). file: gets each byte as it came (--tap); one
-    that can no longer be written is told once through `notice`, and the stream goes on.
+    raw: urllib3's response, or any object with read1(). file: gets each byte as it came (--tap);
+    one that can no longer be written is told once through `notice`, and the stream goes on.
     """
 
     def __init__(self, raw, file=None, notice=None):
@@ -1326,7 +1488,8 @@ class Tap:
     def read(self, size=-1):
         """The next piece, whatever its size; b"" at the end. Raises MMError for an endless line."""
         for piece in self.pieces:
-            if self.after_cr and piece[:1] == b"\n":  # CR LF, cut between two reads, is one end of a line
+            # CR LF, cut between two reads, is one end of a line
+            if self.after_cr and piece[:1] == b"\n":
                 piece = piece[1:]
             self.after_cr = piece.endswith(b"\r")
             if not piece:
@@ -1334,7 +1497,9 @@ class Tap:
             end = max(piece.rfind(b"\n"), piece.rfind(b"\r"))
             self.line_bytes = len(piece) - end - 1 + (self.line_bytes if end < 0 else 0)
             if self.line_bytes > MAX_LINE:
-                raise MMError("protocol", f"the server sent a line of more than {MAX_LINE >> 20} MiB")
+                raise MMError(
+                    "protocol", f"the server sent a line of more than {MAX_LINE >> 20} MiB"
+                )
             return piece
         return b""
 
@@ -1343,7 +1508,8 @@ class Tap:
 
 
 def events(rows):
-    """SSE events as (name, data lines, at_end); at_end: it may be torn, as the stream ended within it.
+    """SSE events as (name, data lines, at_end); at_end: it may be torn, as the stream ended within
+    it.
 
     rows: lines without their ends. A body that is no event stream is given whole, named "body".
     https://html.spec.whatwg.org/multipage/server-sent-events.html
@@ -1392,11 +1558,13 @@ DONE = object()  # stands for [DONE] among the values of an event
 
 
 def deltas(rows, backend, url):
-    """Deltas (kind, value) of a response's lines, each as soon as its line is there. Raises MMError.
+    """Deltas (kind, value) of a response's lines, each as soon as its line is there. Raises
+    MMError.
 
-    reasoning, answer: text · call: a fragment {"index", "id", "name", "arguments"} of a tool call · progress: (processed,
-    total) prompt tokens beyond the cached ones · finish: finish_reason, and "" for [DONE] · usage, timings: dict ·
-    model, id: text. After [DONE] it ends, without waiting for the connection to close.
+    reasoning, answer: text · call: a fragment {"index", "id", "name", "arguments"} of a tool call ·
+    progress: (processed, total) prompt tokens beyond the cached ones · finish: finish_reason, and
+    "" for [DONE] · usage, timings: dict · model, id: text. After [DONE] it ends, without waiting
+    for the connection to close.
     """
     whole, seen, halves, told = False, False, {}, set()
     for name, data, at_end in events(rows):
@@ -1422,20 +1590,27 @@ def deltas(rows, backend, url):
                 elif kind == "finish":
                     whole = True
                     if content in ("error", "abort"):
-                        raise MMError("server", f"the server gave the answer up (finish_reason {content})", "stream")
+                        raise MMError(
+                            "server",
+                            f"the server gave the answer up (finish_reason {content})",
+                            "stream",
+                        )
                 elif kind in ("model", "id"):  # in every chunk, and always the same
                     if kind in told:
                         continue
                     told.add(kind)
                 yield kind, content
-            whole = whole or "message" in choice  # all of an answer, from a server that does not stream
+            # all of an answer, from a server that does not stream
+            whole = whole or "message" in choice
     if not whole:
         raise MMError("interrupted", "the stream ended before the answer was complete" if seen else
                       "the server sent an empty answer and closed the connection", "stream")
 
 
 def json_values(name, data, at_end, backend, url):
-    """The JSON values of an event's data lines: joined, as SSE says, else one by one, as some gateways mean it."""
+    """The JSON values of an event's data lines: joined, as SSE says, else one by one, as some
+    gateways mean it.
+    """
     text = b"\n".join(data).strip()
     if text == b"[DONE]":
         return [DONE]
@@ -1451,7 +1626,11 @@ def json_values(name, data, at_end, backend, url):
     if at_end:
         return []  # torn; the stream is told as broken by its missing end
     if text.startswith((b"{", b"[")):
-        raise MMError("protocol", f"the server sent an event that is not JSON: {one_line(backend.redact(said), 120)}", "stream")
+        raise MMError(
+            "protocol",
+            f"the server sent an event that is not JSON: {one_line(backend.redact(said), 120)}",
+            "stream",
+        )
     if name in ("", "message", "error"):
         raise explain(0, said, backend, url)
     return []
@@ -1476,9 +1655,17 @@ def json_body(body, backend, url):
 
 
 def is_error(name, value):
-    """Whether a JSON value is an error, in any of the forms that llama.cpp, vLLM, LM Studio, SGLang and gateways give it."""
-    return bool(name == "error" or value.get("error") or value.get("type") == "error" or value.get("object") == "error"
-                or not value.get("choices") and ("detail" in value or "message" in value and isinstance(value.get("code"), int)))
+    """Whether a JSON value is an error, in any of the forms that llama.cpp, vLLM, LM Studio, SGLang
+    and gateways give it.
+    """
+    return bool(
+        name == "error"
+        or value.get("error")
+        or value.get("type") == "error"
+        or value.get("object") == "error"
+        or not value.get("choices")
+        and ("detail" in value or "message" in value and isinstance(value.get("code"), int))
+    )
 
 
 def first_choice(chunk):
@@ -1489,7 +1676,9 @@ def first_choice(chunk):
 
 
 def read_chunk(chunk, choice):
-    """The deltas of one chat.completion(.chunk) or text_completion and its choice. null means absent, everywhere."""
+    """The deltas of one chat.completion(.chunk) or text_completion and its choice. null means
+    absent, everywhere.
+    """
     progress = chunk.get("prompt_progress")
     if isinstance(progress, dict):
         processed, total, cached = (as_int(progress.get(key)) for key in ("processed", "total", "cache"))
@@ -1503,7 +1692,8 @@ def read_chunk(chunk, choice):
     for key in ("usage", "timings"):
         if isinstance(chunk.get(key), dict):
             yield key, chunk[key]
-    finish = choice.get("finish_reason")  # last, as the watchdog waits but a moment for what comes after it
+    # last, as the watchdog waits but a moment for what comes after it
+    finish = choice.get("finish_reason")
     if isinstance(finish, str) and finish:
         yield "finish", finish
 
@@ -1511,13 +1701,15 @@ def read_chunk(chunk, choice):
 def read_delta(delta):
     content, thought = text_parts(delta.get("content") or delta.get("text") or delta.get("refusal"))
     reasoning = thought
-    for key in ("reasoning_content", "reasoning", "reasoning_details", "thinking"):  # the same text twice, on some servers
+    # the same text twice, on some servers
+    for key in ("reasoning_content", "reasoning", "reasoning_details", "thinking"):
         if delta.get(key) and any(text_parts(delta[key])):
             reasoning = "".join(text_parts(delta[key]))
             break
     if reasoning:
         yield "reasoning", reasoning
-    if content and (content != reasoning or content.isspace()):  # some gateways copy thinking into content; a newline may be both
+    # some gateways copy thinking into content; a newline may be both
+    if content and (content != reasoning or content.isspace()):
         yield "answer", content
     calls = delta.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
@@ -1529,12 +1721,15 @@ def read_delta(delta):
                 "id": call["id"] if isinstance(call.get("id"), str) else "",
                 "name": function["name"] if isinstance(function.get("name"), str) else "",
                 "arguments": arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)}
-            if fragment["id"] or fragment["name"] or fragment["arguments"]:  # else it is no call, and no sign of life
+            # else it is no call, and no sign of life
+            if fragment["id"] or fragment["name"] or fragment["arguments"]:
                 yield "call", fragment
 
 
 def text_parts(value):
-    """(text, thinking) of content that is text, a part, or a list of typed parts; unknown parts are skipped."""
+    """(text, thinking) of content that is text, a part, or a list of typed parts; unknown parts are
+    skipped.
+    """
     if isinstance(value, str):
         return value, ""
     if isinstance(value, list):
@@ -1549,7 +1744,9 @@ def text_parts(value):
 
 
 def without_halves(text, kind, halves):
-    """`text` without lone surrogates. One that ends a delta waits in `halves` for the other half in the next."""
+    """`text` without lone surrogates. One that ends a delta waits in `halves` for the other half in
+    the next.
+    """
     text = halves.pop(kind, "") + text if halves else text
     try:
         text.encode()
@@ -1565,8 +1762,9 @@ def without_halves(text, kind, halves):
 class Calls:
     """Puts the fragments of an answer's tool calls together.
 
-    Servers give all parallel calls index 0, count the index up within a call, leave ids out, repeat them, or repeat the
-    name; so a fragment opens a new call only if it says something that the call it would continue cannot be.
+    Servers give all parallel calls index 0, count the index up within a call, leave ids out, repeat
+    them, or repeat the name; so a fragment opens a new call only if it says something that the call
+    it would continue cannot be.
     """
 
     def __init__(self):
@@ -1594,40 +1792,58 @@ class Calls:
         call = self.by_index.get(index) or (self.calls[-1] if self.calls else None)
         if index is None and its_id:
             call = next((c for c in self.calls if c["id"] == its_id), call)
-        if call is None or not (its_id or name):  # arguments alone: the usual fragment; the index of some counts up within a call
+        # arguments alone: the usual fragment; the index of some counts up within a call
+        if call is None or not (its_id or name):
             return call
         known_place = index is None or index in self.by_index  # else an index that is new
-        begins = fragment["arguments"].lstrip()[:1] in ("", "{", '"')  # what cannot begin a JSON object goes on with one
+        # what cannot begin a JSON object goes on with one
+        begins = fragment["arguments"].lstrip()[:1] in ("", "{", '"')
         is_complete = begins and self.is_complete(call)
         if its_id and call["id"]:
             if its_id != call["id"]:  # another call, also where all have index 0
                 return None
-            return call if known_place or not is_complete else None  # the id repeated: in each fragment, or for each call
-        if name and call["name"] and (name != call["name"] or is_complete):  # no ids: the name tells where a call begins
+            # the id repeated: in each fragment, or for each call
+            return call if known_place or not is_complete else None
+        # no ids: the name tells where a call begins
+        if name and call["name"] and (name != call["name"] or is_complete):
             return None
         return call if known_place or not call["name"] else None  # an id that comes late, or a name
 
     @staticmethod
     def is_complete(call):
-        """Looked at for each fragment that repeats the name, so what cannot be the end of a JSON object is not parsed."""
+        """Looked at for each fragment that repeats the name, so what cannot be the end of a JSON
+        object is not parsed.
+        """
         arguments = call["arguments"]
         may_be = arguments and arguments[-1].rstrip()[-1:] in ("", "}", '"')
         return bool(may_be) and parse_arguments("".join(arguments)) is not None
 
     def finished(self):
-        """[{"id", "name", "arguments" (a dict, or None if they are no complete JSON object), "raw"}, …], ids unique."""
+        """[{"id", "name", "arguments" (a dict, or None if they are no complete JSON object),
+        "raw"}, …], ids unique.
+        """
         done, ids = [], set()
         for place, call in enumerate(self.calls):
             raw = "".join(call["arguments"])
-            made = (f"call{number:05d}" for number in range(place, 1 << 20))  # nine characters: Mistral insists
+            # nine characters: Mistral insists
+            made = (f"call{number:05d}" for number in range(place, 1 << 20))
             its_id = call["id"] if call["id"] and call["id"] not in ids else next(name for name in made if name not in ids)
             ids.add(its_id)
-            done.append({"id": clean(its_id), "name": clean(call["name"]), "arguments": parse_arguments(raw), "raw": clean(raw)})
+            done.append(
+                {
+                    "id": clean(its_id),
+                    "name": clean(call["name"]),
+                    "arguments": parse_arguments(raw),
+                    "raw": clean(raw),
+                }
+            )
         return done
 
 
 def parse_arguments(raw):
-    """A call's arguments as a dict; {} for none at all; None if they are not one complete JSON object."""
+    """A call's arguments as a dict; {} for none at all; None if they are not one complete JSON
+    object.
+    """
     if not raw.strip():
         return {}
     try:
@@ -1640,27 +1856,30 @@ def parse_arguments(raw):
     return value if isinstance(value, dict) else {} if value is None else None
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 5. The watchdog
 #
-# The reader thread reads and parses; the main thread waits on a queue with a clock. A sign of life is a token (thinking,
-# answer, argument of a call) or prompt progress that moves. A ping or an empty delta is none: a server whose model died
-# goes on sending those. Clients that count the answer alone kill a model that thinks for minutes.
-# ======================================================================================================================
+# The reader thread reads and parses; the main thread waits on a queue with a clock. A sign of life
+# is a token (thinking, answer, argument of a call) or prompt progress that moves. A ping or an
+# empty delta is none: a server whose model died goes on sending those. Clients that count the
+# answer alone kill a model that thinks for minutes.
+# ==================================================================================================
 
 TOKENS = ("reasoning", "answer", "call")
-GRACE_SECONDS = 1.0  # for usage and [DONE] after the finish_reason; some servers never send them nor close
+# for usage and [DONE] after the finish_reason; some servers never send them nor close
+GRACE_SECONDS = 1.0
 BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
 
 
 class ModelCall:
     """One request and its stream.
 
-    open_stream: called in the reader thread with this call's Connection, returns an iterator of deltas or raises MMError.
-    watchdog, first_token: the longest silence between tokens and before the first one, in seconds; 0 is no limit.
-    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) when nothing more is there: right after a
-    delta, with 0.0, so that a view can flush what it has, and then each second.
-    stop(), also from a signal handler, makes the iteration raise MMError("cancelled").
+    open_stream: called in the reader thread with this call's Connection, returns an iterator of
+    deltas or raises MMError. watchdog, first_token: the longest silence between tokens and before
+    the first one, in seconds; 0 is no limit. Iterating gives the deltas, and ("waiting", seconds
+    since the last sign of life) when nothing more is there: right after a delta, with 0.0, so that
+    a view can flush what it has, and then each second. stop(), also from a signal handler, makes
+    the iteration raise MMError("cancelled").
     """
 
     def __init__(self, open_stream, watchdog, first_token):
@@ -1673,7 +1892,9 @@ class ModelCall:
         self.wake()
 
     def wake(self):
-        """Makes the iteration give a `waiting` now, so that its caller can act; like stop(), safe in a signal handler."""
+        """Makes the iteration give a `waiting` now, so that its caller can act; like stop(), safe
+        in a signal handler.
+        """
         self.box.put(("waiting", 0.0))
 
     def read(self):
@@ -1692,14 +1913,18 @@ class ModelCall:
         except MMError as error:
             ended = error
         except Exception as error:  # a fault of mm's own must not leave the main thread waiting
-            ended = MMError("protocol", f"mm could not read the stream: {type(error).__name__}: {one_line(error, 200)}")
+            ended = MMError(
+                "protocol",
+                f"mm could not read the stream: {type(error).__name__}: {one_line(error, 200)}",
+            )
         self.box.put(("end", ended))
 
     def __iter__(self):
         threading.Thread(target=self.read, daemon=True).start()
         phase = "first"
-        # Seconds waited here since the last sign of life: not those in which mm was stopped, or its output stuck. A delta that is
-        # no sign of life does not reset it, so a server that sends nothing else reaches the limit all the same.
+        # Seconds waited here since the last sign of life: not those in which mm was stopped, or its
+        # output stuck. A delta that is no sign of life does not reset it, so a server that sends
+        # nothing else reaches the limit all the same.
         silent = 0.0
         try:
             while True:
@@ -1707,7 +1932,8 @@ class ModelCall:
                     kind, value = self.box.get_nowait()  # a fast stream looks at no clock
                 except queue.Empty:
                     limit, began = self.limits[phase], time.monotonic()
-                    patience = min(max(limit - silent, 0.001), 1.0) if limit else 1.0  # a second at most: a status line moves
+                    # a second at most: a status line moves
+                    patience = min(max(limit - silent, 0.001), 1.0) if limit else 1.0
                     try:
                         kind, value = self.box.get(timeout=patience)
                         silent += min(patience, time.monotonic() - began)
@@ -1739,22 +1965,31 @@ class ModelCall:
 
 
 def stalled_error(silent, phase):
-    """Not asked again: a person has waited for a whole limit already, and a server that is merely slow would be so once more."""
+    """Not asked again: a person has waited for a whole limit already, and a server that is merely
+    slow would be so once more.
+    """
     silent = f"{silent:.2g}" if silent < 1 else f"{silent:.0f}"
     if phase == "first":
-        return MMError("stalled", f"nothing came for {silent} s: is the model still loading, or the prompt very long? "
-                                  "--first-token (firstTokenTimeout) sets the limit")
-    return MMError("stalled", f"the stream fell silent for {silent} s: --watchdog (watchdogTimeout) sets the limit")
+        return MMError(
+            "stalled",
+            f"nothing came for {silent} s: is the model still loading, or the prompt very long? "
+            "--first-token (firstTokenTimeout) sets the limit",
+        )
+    return MMError(
+        "stalled",
+        f"the stream fell silent for {silent} s: --watchdog (watchdogTimeout) sets the limit",
+    )
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 6. Requests
 #
-# The one place where a history becomes the messages of a request, so that whatever broke before, what goes out is what
-# a strict template takes: one system message, roles that alternate, every call with its result, no empty or torn
-# message, no lone surrogates, no thinking but what reasoningEcho sends back by its rules. The bytes depend on the
-# conversation alone, so a server's prompt cache holds from turn to turn.
-# ======================================================================================================================
+# The one place where a history becomes the messages of a request, so that whatever broke before,
+# what goes out is what a strict template takes: one system message, roles that alternate, every
+# call with its result, no empty or torn message, no lone surrogates, no thinking but what
+# reasoningEcho sends back by its rules. The bytes depend on the conversation alone, so a server's
+# prompt cache holds from turn to turn.
+# ==================================================================================================
 
 NO_RESULT = "This call was interrupted: there is no result."
 NO_ANSWER = "[This turn ended before its answer.]"
@@ -1762,9 +1997,11 @@ NO_QUESTION = "[What was asked here is lost.]"
 
 
 def to_messages(history, system, thoughts=None):
-    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo).
+    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and
+    mm's own "thought" (see Echo).
 
-    thoughts: {place in the history: its thought} of the thinking that goes back (see Echo.thoughts()).
+    thoughts: {place in the history: its thought} of the thinking that goes back (see
+    Echo.thoughts()).
     """
     out = [{"role": "system", "content": system}] if system.strip() else []
     waiting = []  # ids of calls that have no result yet
@@ -1773,23 +2010,36 @@ def to_messages(history, system, thoughts=None):
         if role == "tool":
             if message["tool_call_id"] in waiting:  # a result without its call would be refused
                 waiting.remove(message["tool_call_id"])
-                out.append({"role": "tool", "tool_call_id": message["tool_call_id"], "content": content})
+                out.append(
+                    {"role": "tool", "tool_call_id": message["tool_call_id"], "content": content}
+                )
             continue
-        out += [{"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting]
+        out += [
+            {"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting
+        ]
         waiting = [call["id"] for call in calls]
         if not content.strip() and not calls:
             continue
         last = out[-1] if out else {"role": "system"}
-        if role == "user" and last["role"] == "tool":  # templates that insist on turns do not count calls and results
+        # templates that insist on turns do not count calls and results
+        if role == "user" and last["role"] == "tool":
             out.append({"role": "assistant", "content": NO_ANSWER})
         elif role == "assistant" and last["role"] == "system":
             out.append({"role": "user", "content": NO_QUESTION})
         elif role == last["role"]:  # the first one's thinking is left out: it is not what led to the second
             content = f"{out.pop()['content']}\n\n{content}".rstrip()
         thought = (thoughts or {}).get(place)
-        out.append({"role": role, "content": content, **({thought["field"]: thought["text"]} if thought else {}),
-                    **({"tool_calls": [sent_call(call) for call in calls]} if calls else {})})
-    return out + [{"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting]
+        out.append(
+            {
+                "role": role,
+                "content": content,
+                **({thought["field"]: thought["text"]} if thought else {}),
+                **({"tool_calls": [sent_call(call) for call in calls]} if calls else {}),
+            }
+        )
+    return out + [
+        {"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting
+    ]
 
 
 def sent_call(call):
@@ -1811,25 +2061,30 @@ def serialised(body):
 
 # -- thinking that goes back (reasoningEcho)
 #
-# A template can render earlier thinking: then a model goes on from its own thoughts in a loop of tool calls, and the prompt
-# that the server has in its cache, thinking included, is the beginning of the next one. It goes to nobody but the local model
-# that made it.
+# A template can render earlier thinking: then a model goes on from its own thoughts in a loop of
+# tool calls, and the prompt that the server has in its cache, thinking included, is the beginning
+# of the next one. It goes to nobody but the local model that made it.
 
 EARLIER, LATEST = "mm-looks-for-this-earlier-thought", "mm-looks-for-this-latest-thought"
 
 
 def thoughts_rendered(backend, tools):
-    """What thinking of a history the template renders: "all", "latest" (after the last question), "none", or "" if not told.
+    """What thinking of a history the template renders: "all", "latest" (after the last question),
+    "none", or "" if not told.
 
-    It is asked to render a history with two thoughts. Of the 67 templates in llama-server 11434, 20 render both, 14 the one that
-    follows the last question, the others none. tools: as they are offered, since some templates keep thinking in a tool loop
-    only; without any, nothing follows the last question, so that is not known, and taken to be rendered.
+    It is asked to render a history with two thoughts. Of the 67 templates in llama-server 11434, 20
+    render both, 14 the one that follows the last question, the others none. tools: as they are
+    offered, since some templates keep thinking in a tool loop only; without any, nothing follows
+    the last question, so that is not known, and taken to be rendered.
     """
     if not backend.entry["render"]:
         return ""
     field = backend.entry["echo"]
-    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", field: EARLIER},
-                {"role": "user", "content": "3"}]
+    messages = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2", field: EARLIER},
+        {"role": "user", "content": "3"},
+    ]
     if tools:
         call = {"id": "call00000", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": "{}"}}
         messages += [{"role": "assistant", "content": "", field: LATEST, "tool_calls": [call]},
@@ -1843,16 +2098,22 @@ def thoughts_rendered(backend, tools):
 
 
 def refuses_thoughts(error):
-    """Whether a refusal is about the thinking in a history; `Failed to parse input` is about what the model said."""
+    """Whether a refusal is about the thinking in a history; `Failed to parse input` is about what
+    the model said.
+    """
     if error.kind not in ("server", "not_found") or "Failed to parse input" in error.message:
         return False
-    if error.kind == "server" and error.again in ("", "stream"):  # nothing else is to be done about it
+    # nothing else is to be done about it
+    if error.kind == "server" and error.again in ("", "stream"):
         return re.search(r"(?i)template|jinja|reasoning|thinking|thought", error.message) is not None
-    return re.search(r"reasoning_content|\breasoning\b", error.message) is not None  # the field itself is named
+    # the field itself is named
+    return re.search(r"reasoning_content|\breasoning\b", error.message) is not None
 
 
 class Echo:
-    """Which thinking of a history goes back. A message's "thought" is {"text", "field" it is sent in, "maker", "tokens"}."""
+    """Which thinking of a history goes back. A message's "thought" is {"text", "field" it is sent
+    in, "maker", "tokens"}.
+    """
 
     def __init__(self, backend, on):
         self.backend, self.on = backend, on
@@ -1861,7 +2122,9 @@ class Echo:
         self.refusing = set()  # models whose template refused it
 
     def thought_of(self, text, tokens, served):
-        """{"thought": …} for the message of an answer that is whole, or {}. Notes what the server called the model (served)."""
+        """{"thought": …} for the message of an answer that is whole, or {}. Notes what the server
+        called the model (served).
+        """
         model = self.backend.model
         self.served[model] = served
         thought = {"text": text, "field": self.backend.entry["echo"], "maker": (model, served), "tokens": max(1, tokens)}
@@ -1879,20 +2142,23 @@ class Echo:
         if about not in self.rendered:
             self.rendered[about] = thoughts_rendered(self.backend, tools)
         questions = [place for place, message in enumerate(history) if message["role"] == "user"]
-        first = {"none": len(history), "latest": max(questions, default=0)}.get(self.rendered[about], 0)  # not told: all of it
+        first = {"none": len(history), "latest": max(questions, default=0)}.get(
+            self.rendered[about], 0
+        )  # not told: all of it
         maker = model, self.served.get(model)
         return {place: message["thought"] for place, message in enumerate(history)
                 if place >= first and message.get("thought", {}).get("maker") == maker}
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 7. Protocols
 #
-# A protocol is where a request is posted, what is in it, and how its stream is read. One type per wire protocol, none
-# per vendor: what vendors differ in is data in section 3. Chat completions leave the prompt and (unless thinkTags) the
-# thinking to the server; with raw completions both are mm's: it writes the prompt as the model's chat template would,
-# and parts thinking from answer at the tags.
-# ======================================================================================================================
+# A protocol is where a request is posted, what is in it, and how its stream is read. One type per
+# wire protocol, none per vendor: what vendors differ in is data in section 3. Chat completions
+# leave the prompt and (unless thinkTags) the thinking to the server; with raw completions both are
+# mm's: it writes the prompt as the model's chat template would, and parts thinking from answer at
+# the tags.
+# ==================================================================================================
 
 # -- thinking in tags
 
@@ -1997,7 +2263,8 @@ def has_lone_end(answer):
 # -- the protocols, and what they need of HTTP
 
 def retry_after(headers):
-    """Seconds to wait, as a Retry-After tells (RFC 9110, 10.2.3), or None; its dates are not read."""
+    """Seconds to wait, as a Retry-After tells (RFC 9110, 10.2.3), or None; its dates are not read.
+    """
     value = headers.get("Retry-After", "").strip()
     return float(value[:6]) if re.fullmatch(r"[0-9]+", value) else None
 
@@ -2017,10 +2284,15 @@ class Protocol:
     def body(self, history, system, tools, sampling, think, refused, thoughts=None):
         """The request body as a dict.
 
-        tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes); sampling: fields that go out
-        as they are; refused: optional fields that are left out; thoughts: see to_messages().
+        tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes);
+        sampling: fields that go out as they are; refused: optional fields that are left out;
+        thoughts: see to_messages().
         """
-        body = {key: value for key, value in self.fields(history, system, tools, think, thoughts).items() if key not in refused}
+        body = {
+            key: value
+            for key, value in self.fields(history, system, tools, think, thoughts).items()
+            if key not in refused
+        }
         body = merged(body, sampling)
         if body["stream"] is not True:  # -o stream=false
             body.pop("stream_options", None)  # vLLM refuses it then
@@ -2038,7 +2310,8 @@ class Protocol:
         headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
         try:
             with session, session.post(url, data=body, headers=headers, stream=True, allow_redirects=False,
-                                       timeout=(CONNECT_SECONDS, None)) as response:  # silence is the watchdog's
+                                       # silence is the watchdog's
+                                       timeout=(CONNECT_SECONDS, None)) as response:
                 if response.status_code >= 300:
                     raise self.refusal(response, url, proxy, connection)
                 answered = True
@@ -2088,7 +2361,9 @@ class Protocol:
 
 
 class ChatCompletions(Protocol):
-    """POST /chat/completions: messages, which the server makes a prompt of. Thinking comes in a field of its own."""
+    """POST /chat/completions: messages, which the server makes a prompt of. Thinking comes in a
+    field of its own.
+    """
 
     path, applies_template = "chat/completions", True
 
@@ -2107,8 +2382,9 @@ class ChatCompletions(Protocol):
 
 # -- raw prompts
 
-# Format: for each role what stands before and after its text; how the model's turn begins, and the token that ends it. A
-# template in Jinja is of that format if it has the text `known_by`, and not `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
+# Format: for each role what stands before and after its text; how the model's turn begins, and the
+# token that ends it. A template in Jinja is of that format if it has the text `known_by`, and not
+# `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
 TEMPLATES = {
     "chatml": {"system": ("<|im_start|>system\n", "<|im_end|>\n"), "user": ("<|im_start|>user\n", "<|im_end|>\n"),
                "assistant": ("<|im_start|>assistant\n", "<|im_end|>\n"), "turn": "<|im_start|>assistant\n", "stop": "<|im_end|>",
@@ -2126,11 +2402,14 @@ TEMPLATES = {
 }
 
 
-THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"  # as Qwen's template writes them
+# as Qwen's template writes them
+THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"
 
 
 def without_tools(messages):
-    """Messages for a template that knows no tools: a call and its result become text; -> [(role, text)], roles alternating."""
+    """Messages for a template that knows no tools: a call and its result become text; -> [(role,
+    text)], roles alternating.
+    """
     turns = []
     for message in messages:
         role, text = message["role"], message["content"]
@@ -2145,9 +2424,12 @@ def without_tools(messages):
 
 
 def as_prompt(messages, template):
-    """The prompt that a format of TEMPLATES makes of messages, without the token that begins a text: the server puts that."""
+    """The prompt that a format of TEMPLATES makes of messages, without the token that begins a
+    text: the server puts that.
+    """
     turns, prompt = without_tools(messages), ""
-    if turns and turns[0][0] not in template:  # no system role: its text goes before the first question
+    # no system role: its text goes before the first question
+    if turns and turns[0][0] not in template:
         (_, system), question = turns[0], turns[1][1] if len(turns) > 1 else ""
         turns[:2] = [("user", f"{system}\n\n{question}" if question else system)]
     for role, text in turns:
@@ -2157,15 +2439,19 @@ def as_prompt(messages, template):
 
 
 class RawCompletions(Protocol):
-    """POST /completions: a prompt that mm makes, for servers that apply no template. Thinking comes as text in <think> tags.
+    """POST /completions: a prompt that mm makes, for servers that apply no template. Thinking comes
+    as text in <think> tags.
 
-    A block that the prompt opens is thinking up to its closing tag; one that it opens and closes again leaves nothing but answer.
+    A block that the prompt opens is thinking up to its closing tag; one that it opens and closes
+    again leaves nothing but answer.
     """
 
     path, applies_template = "completions", False
 
     def opens(self, think):
-        """Whether the prompt opens the thinking block (True), opens and closes it (False), or neither (None)."""
+        """Whether the prompt opens the thinking block (True), opens and closes it (False), or
+        neither (None).
+        """
         return True if think is None and self.backend.entry["thinkTags"] else think
 
     def fields(self, history, system, tools, think, thoughts):
@@ -2188,15 +2474,16 @@ PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
 
 # -- the template in a model file
 
-GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number
+# bytes of a number
+GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 GGUF_TEXT, GGUF_ARRAY = 8, 9  # the other types
 
 
 def gguf_header(file):
     """{key: value} at the head of a little-endian GGUF file: texts, lists of texts, and integers.
 
-    Any other list is None. What follows the header is not read. Raises ValueError with what is wrong.
-    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    Any other list is None. What follows the header is not read. Raises ValueError with what is
+    wrong. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     def read(size):
         raw = file.read(size) if size <= MOST_TEXT else b""
@@ -2259,15 +2546,16 @@ def template_of(path):
     return template, "", end
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 8. Tools
 #
-# What a model may call: four tools of mm's own, rows of BUILT_IN, of which those for files are methods of Toolbox by the
-# same names, and the commands of the config file. A tool gets arguments that are a JSON object and gives back text; whatever
-# goes wrong is text for the model, never an exception. Reading below the working directory is free; everything else asks.
-# Nothing here trusts a path before its symbolic links are followed, a file before it is known to be one, or a command to end
-# or to be brief.
-# ======================================================================================================================
+# What a model may call: four tools of mm's own, rows of BUILT_IN, of which those for files are
+# methods of Toolbox by the same names, and the commands of the config file. A tool gets arguments
+# that are a JSON object and gives back text; whatever goes wrong is text for the model, never an
+# exception. Reading below the working directory is free; everything else asks. Nothing here trusts
+# a path before its symbolic links are followed, a file before it is known to be one, or a command
+# to end or to be brief.
+# ==================================================================================================
 
 RESULT_BYTES = 16 << 10    # of a result that reach the model; the middle is cut out
 OUTPUT_BYTES = 8 << 20     # of output until a command counts as endless
@@ -2298,9 +2586,10 @@ BUILT_IN = {  # name: (what the model is told, JSON schema of its parameters)
 class Toolbox:
     """The tools offered to a model, and what they may do.
 
-    names: those that are on; commands: the config's own; seconds: time limit of a command, 0 for none; hidden: names of
-    environment variables that hold keys; permit: called with the tool's name once a person has seen the call (shown()), gives
-    "y", "n" or "a" (always, for this tool); None where nobody can be asked, so that it is refused.
+    names: those that are on; commands: the config's own; seconds: time limit of a command, 0 for
+    none; hidden: names of environment variables that hold keys; permit: called with the tool's name
+    once a person has seen the call (shown()), gives "y", "n" or "a" (always, for this tool); None
+    where nobody can be asked, so that it is refused.
     """
 
     def __init__(self, names=(), commands=None, seconds=120.0, hidden=(), permit=None):
@@ -2314,24 +2603,41 @@ class Toolbox:
 
     def known(self):
         """name: (what the model is told, schema) of every tool there is, sorted."""
-        own = {name: (command["description"], command["parameters"]) for name, command in self.commands.items()}
+        own = {
+            name: (command["description"], command["parameters"])
+            for name, command in self.commands.items()
+        }
         return dict(sorted({**BUILT_IN, **own}.items()))
 
     def schemas(self):
-        """The `tools` of a request: sorted by name whatever the order in the config, so that a server's prompt cache holds."""
-        return [{"type": "function", "function": {"name": name, "description": what, "parameters": schema}}
-                for name, (what, schema) in self.known().items() if name in self.names]
+        """The `tools` of a request: sorted by name whatever the order in the config, so that a
+        server's prompt cache holds.
+        """
+        return [
+            {
+                "type": "function",
+                "function": {"name": name, "description": what, "parameters": schema},
+            }
+            for name, (what, schema) in self.known().items()
+            if name in self.names
+        ]
 
     def run(self, call):
-        """Runs a finished call (see Calls.finished), asking where it must; yields seconds while it runs; -> (ok, output)."""
+        """Runs a finished call (see Calls.finished), asking where it must; yields seconds while it
+        runs; -> (ok, output).
+        """
         name, arguments = call["name"], call["arguments"]
         try:
             if arguments is None:
                 raw = one_line(call["raw"], 200)
-                raise ToolError(f"The arguments were not a complete JSON object, so nothing was run: {raw}")
+                raise ToolError(
+                    f"The arguments were not a complete JSON object, so nothing was run: {raw}"
+                )
             if name not in self.names:
                 offered = ", ".join(sorted(self.names)) or "none"
-                raise ToolError(f"There is no tool called {one_line(name, 80)!r}. Tools: {offered}.")
+                raise ToolError(
+                    f"There is no tool called {one_line(name, 80)!r}. Tools: {offered}."
+                )
             self.check(name, arguments)
             self.ask(name, arguments)
             if name == "run_command":
@@ -2339,7 +2645,9 @@ class Toolbox:
             elif name in self.commands:
                 output = yield from self.command(arguments_of(self.commands[name], arguments))
             else:
-                known = [key for key in BUILT_IN[name][1]["properties"] if arguments.get(key) is not None]
+                known = [
+                    key for key in BUILT_IN[name][1]["properties"] if arguments.get(key) is not None
+                ]
                 output = getattr(self, name)(**{key: arguments[key] for key in known})
             return True, shortened(output)
         except ToolError as error:
@@ -2358,9 +2666,15 @@ class Toolbox:
         for key, schema_of in schema["properties"].items():
             allowed = schema_of.get("enum")
             if isinstance(allowed, list) and arguments.get(key) is not None and arguments[key] not in allowed:
-                raise ToolError(f"{name}: {key} must be one of {json.dumps(allowed, ensure_ascii=False)}.")
+                raise ToolError(
+                    f"{name}: {key} must be one of {json.dumps(allowed, ensure_ascii=False)}."
+                )
         if name in BUILT_IN:
-            odd = [key for key in schema["properties"] if not isinstance(arguments.get(key), (str, type(None)))]
+            odd = [
+                key
+                for key in schema["properties"]
+                if not isinstance(arguments.get(key), (str, type(None)))
+            ]
             if odd:
                 raise ToolError(f"{name}: {', '.join(odd)} must be text.")
 
@@ -2370,8 +2684,10 @@ class Toolbox:
             return
         answer = self.permit(name) if self.permit else None
         if answer is None:
-            raise ToolError(f"{name} was not run: it needs permission, and nobody can be asked here "
-                            "(mm -y runs tools without asking).")
+            raise ToolError(
+                f"{name} was not run: it needs permission, and nobody can be asked here "
+                "(mm -y runs tools without asking)."
+            )
         if answer == "a":
             self.always.add(name)
         elif answer != "y":
@@ -2432,7 +2748,9 @@ class Toolbox:
         real = self.real_path(path)
         mode = os.stat(real).st_mode
         if not stat.S_ISREG(mode):
-            raise ToolError(f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'no regular file'}.")
+            raise ToolError(
+                f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'no regular file'}."
+            )
         with open(real, "rb") as file:
             raw = file.read(OUTPUT_BYTES)
             more = os.fstat(file.fileno()).st_size - len(raw)
@@ -2467,15 +2785,25 @@ class Toolbox:
         return f"Wrote {len(clean(content).encode()):,} bytes to {path}."
 
     def command(self, argv):
-        """Runs argv, yielding seconds; -> its output and exit status. Time, too much output, or stop ends its process group."""
+        """Runs argv, yielding seconds; -> its output and exit status. Time, too much output, or
+        stop ends its process group.
+        """
         import select
         import subprocess
-        environment = {key: value for key, value in os.environ.items() if key not in self.hidden and not key.endswith("_API_KEY")}
+        environment = {key: value for key, value in os.environ.items()
+                       if key not in self.hidden and not key.endswith("_API_KEY")}
         self.busy = True  # before all else, as Ctrl-C can come at once
         output, started, reason, process = b"", time.monotonic(), "", None
         try:
-            process = subprocess.Popen(argv, cwd=self.directory, env=environment, stdin=subprocess.DEVNULL,
-                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                argv,
+                cwd=self.directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             while not reason and process.poll() is None:
                 if select.select([process.stdout], [], [], 0.05)[0]:
                     piece = os.read(process.stdout.fileno(), 1 << 16)
@@ -2491,7 +2819,8 @@ class Toolbox:
                 elif self.stopped:
                     reason = "ended by the user"
             while not reason and select.select([process.stdout], [], [], 0)[0] and len(output) <= OUTPUT_BYTES:
-                piece = os.read(process.stdout.fileno(), 1 << 16)  # what it left; what it started in the background may go on
+                # what it left; what it started in the background may go on
+                piece = os.read(process.stdout.fileno(), 1 << 16)
                 output += piece
                 if not piece:
                     break
@@ -2529,7 +2858,9 @@ PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def arguments_of(command, arguments):
-    """A config command's argv with its places filled; a place of its own whose parameter is left out goes away."""
+    """A config command's argv with its places filled; a place of its own whose parameter is left
+    out goes away.
+    """
     texts = {name: "" for name in command["parameters"]["properties"]}
     for name, value in arguments.items():
         if name in texts and value is not None:
@@ -2540,7 +2871,8 @@ def arguments_of(command, arguments):
 
 
 def check_commands(commands, where):
-    """The config's own tools, ready for a Toolbox. Raises MMError("config") with a line per fault."""
+    """The config's own tools, ready for a Toolbox. Raises MMError("config") with a line per fault.
+    """
     ready, faults = {}, []
     for name, command in commands.items():
         fault = command_fault(name, command)
@@ -2559,7 +2891,8 @@ def is_object_schema(value):
     """Whether a value is the JSON schema of an object, or {} for one without properties."""
     if not isinstance(value, dict) or value.get("type", "object") != "object":
         return False
-    if "properties" not in value and set(value) not in (set(), {"type"}):  # {path: {type: string}}: what stands below properties
+    # {path: {type: string}}: what stands below properties
+    if "properties" not in value and set(value) not in (set(), {"type"}):
         return False
     properties = value.get("properties", {})
     return isinstance(properties, dict) and all(isinstance(schema, dict) for schema in properties.values())
@@ -2589,15 +2922,16 @@ def command_fault(name, command):
     return f"command: no parameter is called {unknown[0]}" if unknown else ""
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 9. The conversation
 #
-# A turn is: call the model, do what it asks, call again, until it answers. Everything a turn does is told as events,
-# dicts that every view reads alike; some hold a little more than the lines of --json (EVENTS), which a view may use.
-# Whatever breaks a turn, the history keeps the question, the results of tools and the answer so far, so that the next
-# question goes on from there. Thinking is in none of it, but for the label that reasoningEcho needs, which stays in
-# memory. Methods that tell something are generators of events; "->" names what they return besides.
-# ======================================================================================================================
+# A turn is: call the model, do what it asks, call again, until it answers. Everything a turn does
+# is told as events, dicts that every view reads alike; some hold a little more than the lines of
+# --json (EVENTS), which a view may use. Whatever breaks a turn, the history keeps the question, the
+# results of tools and the answer so far, so that the next question goes on from there. Thinking is
+# in none of it, but for the label that reasoningEcho needs, which stays in memory. Methods that
+# tell something are generators of events; "->" names what they return besides.
+# ==================================================================================================
 
 EVENTS = {  # the lines of --json: type -> its fields, in this order
     "reasoning": ("text",), "answer": ("text",),
@@ -2605,7 +2939,8 @@ EVENTS = {  # the lines of --json: type -> its fields, in this order
     "tool_call": ("id", "name", "arguments"),               # complete, about to be run or refused
     "tool_result": ("id", "name", "ok", "output"),
     "retry": ("reason",),
-    "notice": ("message", "kind"),                          # kind: only "empty", where it explains exit code 1
+    # kind: only "empty", where it explains exit code 1
+    "notice": ("message", "kind"),
     "error": ("kind", "message"),
     "done": ("finish_reason", "provider", "model", "session", "usage", "timings", "seconds"),
 }
@@ -2629,7 +2964,9 @@ class Timeline:
 
 
 class Reply:
-    """What one model call has brought so far, and when. keep: keep the thinking as well, to send it back."""
+    """What one model call has brought so far, and when. keep: keep the thinking as well, to send it
+    back.
+    """
 
     def __init__(self, timeline=None, keep=False):
         self.answer, self.timeline = io.StringIO(), timeline or Timeline()
@@ -2641,10 +2978,13 @@ class Reply:
         self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0}
         self.started = self.last = time.monotonic()
         self.first_token = None
-        self.prompt_read, self.prompt_told = 0, self.started  # prompt tokens, and when they were told of
+        # prompt tokens, and when they were told of
+        self.prompt_read, self.prompt_told = 0, self.started
 
     def count(self, kind):
-        """Counts a delta as a token, which it is on every server that mm knows, and the time since the last one to its kind."""
+        """Counts a delta as a token, which it is on every server that mm knows, and the time since
+        the last one to its kind.
+        """
         now = time.monotonic()
         if self.first_token is None:
             self.first_token = now - self.started
@@ -2662,7 +3002,9 @@ class Reply:
         self.prompt_read, self.prompt_told = max(processed, self.prompt_read), now
 
     def produced_tokens(self):
-        """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta is a token."""
+        """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta
+        is a token.
+        """
         counted, usage = sum(self.tokens.values()), self.usage or {}
         details = usage.get("completion_tokens_details")
         produced = as_int(usage.get("completion_tokens")) or as_int((self.timings or {}).get("predicted_n")) or counted
@@ -2672,14 +3014,18 @@ class Reply:
 
 
 def prompt_tokens(usage, timings):
-    """How many tokens the prompt had, cached ones too, from usage or, without it, llama.cpp's timings; 0 where neither tells."""
+    """How many tokens the prompt had, cached ones too, from usage or, without it, llama.cpp's
+    timings; 0 where neither tells.
+    """
     usage, timings = usage or {}, timings or {}
     return as_int(usage.get("prompt_tokens")) or as_int(timings.get("prompt_n")) + as_int(timings.get("cache_n"))
 
 
 
 def read_reply(incoming, reply):
-    """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's own `waiting`."""
+    """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's
+    own `waiting`.
+    """
     kept = 0  # characters
     for kind, value in incoming:
         if kind == "answer" or (kind == "reasoning" and reply.thought is not None):
@@ -2702,7 +3048,8 @@ def read_reply(incoming, reply):
             reply.count_prompt(value[0])
             yield {"type": "progress", "processed": value[0], "total": value[1]}
         elif kind == "finish":
-            if not reply.finish or reply.finish == "stop":  # some servers say stop after tool_calls; a bare [DONE] says nothing
+            # some servers say stop after tool_calls; a bare [DONE] says nothing
+            if not reply.finish or reply.finish == "stop":
                 reply.finish = value or reply.finish or ""
         elif kind in ("usage", "timings", "model", "id"):
             setattr(reply, kind, value)
@@ -2716,10 +3063,11 @@ SUMMED_UP = "[What was said before, summed up]\n"
 class Conversation:
     """Questions to one backend and what became of them. ask() yields the events of a turn.
 
-    toolbox: what the model may call; record: called with each message when it is complete, and with {"history": [...]} when
-    the history is replaced; session: the Session it records to, or None. restartable: whether a view can mark a
-    restart; False where the answer goes to a pipe, from which it could not be taken back. end_thinking: whether Ctrl-C ends the
-    thinking first, where the server can. tap: an open file for the bytes of every stream, summaries too, or None.
+    toolbox: what the model may call; record: called with each message when it is complete, and with
+    {"history": [...]} when the history is replaced; session: the Session it records to, or None.
+    restartable: whether a view can mark a restart; False where the answer goes to a pipe, from
+    which it could not be taken back. end_thinking: whether Ctrl-C ends the thinking first, where
+    the server can. tap: an open file for the bytes of every stream, summaries too, or None.
     """
 
     def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True, end_thinking=False,
@@ -2728,24 +3076,31 @@ class Conversation:
         self.toolbox, self.record, self.session = toolbox or Toolbox(), record or (lambda item: None), session
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
-        self.history = []      # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo)
+        # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo)
+        self.history = []
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
         self.told_of_tags = False
         self.refused = set()   # optional request fields that this server does not take
         self.notices = []      # what is to be said at the next occasion
-        self.call = None       # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C counts too
+        # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C
+        # counts too
+        self.call = None
         self.may_end_thinking = end_thinking
-        self.ending = ""       # its thinking is to be ended ("wanted"), or the server was told so ("asked")
+        # its thinking is to be ended ("wanted"), or the server was told so ("asked")
+        self.ending = ""
         self.window, self.probes = settings["contextWindow"], 0
-        self.will_grow = False    # more than one question is to come, so that the window is worth asking for at once
-        self.measured = (0, 0)    # so many messages of the history were so many tokens, as the server counted, thinking aside
+        # more than one question is to come, so that the window is worth asking for at once
+        self.will_grow = False
+        # so many messages of the history were so many tokens, as the server counted, thinking aside
+        self.measured = (0, 0)
         self.thought_tokens = 0   # of the thinking that went back with the last request
         self.begin()
 
     def begin(self):
         self.timeline = Timeline()
-        self.started, self.replies, self.partial = time.monotonic(), [], ""  # partial: the answer so far of the call that runs
+        # partial: the answer so far of the call that runs
+        self.started, self.replies, self.partial = time.monotonic(), [], ""
         self.no_summary = False  # one that failed is not asked for again in the same turn
         self.stopped = self.toolbox.stopped = False
 
@@ -2764,7 +3119,9 @@ class Conversation:
         yield self.done()
 
     def guarded(self, work):
-        """The events of `work`, and an `error` for what ends it; the answer so far stays, also where run_turn() closes the turn."""
+        """The events of `work`, and an `error` for what ends it; the answer so far stays, also
+        where run_turn() closes the turn.
+        """
         try:
             yield from work
         except MMError as error:
@@ -2789,7 +3146,9 @@ class Conversation:
             yield {"type": "notice", "message": self.notices.pop(0)}
 
     def interrupt(self):
-        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False where it can do neither."""
+        """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False
+        where it can do neither.
+        """
         if self.call and self.can_end_thinking() and not self.ending:
             self.ending = "wanted"
             self.call.wake()
@@ -2806,9 +3165,15 @@ class Conversation:
         reply = self.replies[-1] if self.replies else None
         if not reply or reply.timeline is not self.timeline:  # a summary's is not shown
             return False
-        return bool(self.may_end_thinking and reply.id and reply.tokens["reasoning"] and not reply.tokens["answer"]
-                    and self.protocol.applies_template and "reasoning_control" in self.backend.entry["fields"]
-                    and "reasoning_control" not in self.refused)
+        return bool(
+            self.may_end_thinking
+            and reply.id
+            and reply.tokens["reasoning"]
+            and not reply.tokens["answer"]
+            and self.protocol.applies_template
+            and "reasoning_control" in self.backend.entry["fields"]
+            and "reasoning_control" not in self.refused
+        )
 
     def steps(self):
         """Model calls and tool calls in turn, until the model answers."""
@@ -2819,22 +3184,42 @@ class Conversation:
             reply = yield from self.model_call()
             calls = reply.calls.finished() if reply.finish != "length" else []
             answer, self.partial = reply.answer.getvalue(), ""
-            thought = self.echo.thought_of("".join(reply.thought or []), reply.produced_tokens()[0], reply.model)
+            thought = self.echo.thought_of(
+                "".join(reply.thought or []), reply.produced_tokens()[0], reply.model
+            )
             if answer.strip() or calls:
-                self.remember({"role": "assistant", "content": answer, **({"tool_calls": calls} if calls else {}), **thought})
+                self.remember(
+                    {
+                        "role": "assistant",
+                        "content": answer,
+                        **({"tool_calls": calls} if calls else {}),
+                        **thought,
+                    }
+                )
             self.measure(reply)
             if not calls:
                 yield from verdict(reply, answer)
                 return
             for call in calls:
                 yield from self.tool_call(call)
-        raise MMError("steps", f"stopped after {step} model calls in one turn: ask it to go on, or raise --max-steps (maxSteps)")
+        raise MMError(
+            "steps",
+            f"stopped after {step} model calls in one turn: ask it to go on, or raise --max-steps (maxSteps)",
+        )
 
     def tool_call(self, call):
-        """Runs or refuses one call. After a Ctrl-C, the rest have no result, and to_messages() tells the model so."""
-        if call["arguments"] is not None:  # else it is no call that could be shown, and its result says why
-            yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"],
-                   "preview": lambda: self.toolbox.shown(call)}
+        """Runs or refuses one call. After a Ctrl-C, the rest have no result, and to_messages()
+        tells the model so.
+        """
+        # else it is no call that could be shown, and its result says why
+        if call["arguments"] is not None:
+            yield {
+                "type": "tool_call",
+                "id": call["id"],
+                "name": call["name"],
+                "arguments": call["arguments"],
+                "preview": lambda: self.toolbox.shown(call),
+            }
         work = self.toolbox.run(call)
         while True:
             try:
@@ -2843,13 +3228,19 @@ class Conversation:
                 ok, output = ended.value
                 break
         self.remember({"role": "tool", "tool_call_id": call["id"], "content": output})
-        yield {"type": "tool_result", "id": call["id"], "name": call["name"], "ok": ok, "output": output}
+        yield {
+            "type": "tool_result",
+            "id": call["id"],
+            "name": call["name"],
+            "ok": ok,
+            "output": output,
+        }
         if self.toolbox.stopped:
             raise MMError("cancelled", "stopped")
 
     def model_call(self, make_body=None):
-        """One model call, asked again where that can help, with the same bytes unless something is left out of them; no tool runs
-        again. -> its whole Reply.
+        """One model call, asked again where that can help, with the same bytes unless something is
+        left out of them; no tool runs again. -> its whole Reply.
 
         make_body: for a request that is not the conversation's own (a summary): makes its bytes.
         """
@@ -2872,8 +3263,12 @@ class Conversation:
                     raise
                 if error.again == "field":
                     self.refused.add(error.field)
-                    if error.field not in self.backend.entry["fields"]:  # one that a person asked for, such as --no-think
-                        yield {"type": "notice", "message": f"the server refuses {error.field}: asked again without it"}
+                    # one that a person asked for, such as --no-think
+                    if error.field not in self.backend.entry["fields"]:
+                        yield {
+                            "type": "notice",
+                            "message": f"the server refuses {error.field}: asked again without it",
+                        }
                     continue
                 if not (loading and error.again == "loading"):  # loading is said once
                     yield {"type": "retry", "reason": error.message}
@@ -2881,12 +3276,14 @@ class Conversation:
                 tries += not loading
                 yield from self.pause(0.0 if error.again == "stream" else error.wait)
             finally:
-                if not make_body:  # a second try that brings nothing does not take away what the first one brought
+                # a second try that brings nothing does not take away what the first one brought
+                if not make_body:
                     self.partial = reply.answer.getvalue() or self.partial
                 self.call, self.ending = None, ""
 
     def leave_out(self, error, reply, compacted):
-        """Leaves out of the next request what it can do without, if the one that ended in `error` was too much.
+        """Leaves out of the next request what it can do without, if the one that ended in `error`
+        was too much.
 
         -> "thinking", "turns", or "" for nothing.
         """
@@ -2923,12 +3320,21 @@ class Conversation:
         tools, sampling = self.toolbox.schemas(), merged(self.settings["sampling"], self.backend.entry["sampling"])
         thoughts = self.echo.thoughts(self.history, tools)
         self.thought_tokens = sum(thought["tokens"] for thought in thoughts.values())
-        return serialised(self.protocol.body(self.history, self.system, tools, sampling, self.think, self.refused, thoughts))
+        return serialised(
+            self.protocol.body(
+                self.history, self.system, tools, sampling, self.think, self.refused, thoughts
+            )
+        )
 
     def read(self, reply, body, tags):
         """One request and its stream, as events. body: its bytes; tags: see Protocol.tags()."""
-        self.call = ModelCall(lambda connection: self.protocol.stream(body, connection, self.tap, self.notices.append),
-                              self.settings["watchdogTimeout"], self.settings["firstTokenTimeout"])
+        self.call = ModelCall(
+            lambda connection: self.protocol.stream(
+                body, connection, self.tap, self.notices.append
+            ),
+            self.settings["watchdogTimeout"],
+            self.settings["firstTokenTimeout"],
+        )
         for event in read_reply(split_thinking(self.call, tags) if tags else self.call, reply):
             yield event
             yield from self.what_is_to_be_said()
@@ -2941,11 +3347,15 @@ class Conversation:
             yield {"type": "notice", "message": hint}
         if not self.told_of_tags and has_lone_end(reply.answer.getvalue()):
             self.told_of_tags = True
-            yield {"type": "notice", "message": "this answer has a closing </think> and no opening one: `thinkTags: open` "
-                                                "for this provider in the config parts the thinking from it"}
+            yield {
+                "type": "notice",
+                "message": "this answer has a closing </think> and no opening one: `thinkTags: open` "
+                "for this provider in the config parts the thinking from it",
+            }
 
     def give_up_thoughts(self, error):
-        """Takes the thinking out of the history if the request that ended in `error` held some, and it was too much or refused.
+        """Takes the thinking out of the history if the request that ended in `error` held some, and
+        it was too much or refused.
 
         -> whether.
         """
@@ -2963,13 +3373,19 @@ class Conversation:
     # -- the context window
 
     def measure(self, reply):
-        """Notes how many tokens the history is, where the server says so; without thinking, as not all of it goes back."""
+        """Notes how many tokens the history is, where the server says so; without thinking, as not
+        all of it goes back.
+        """
         tokens = prompt_tokens(reply.usage, reply.timings)
         if tokens:
-            self.measured = (len(self.history), max(0, tokens - self.thought_tokens) + reply.produced_tokens()[1])
+            self.measured = (
+                len(self.history),
+                max(0, tokens - self.thought_tokens) + reply.produced_tokens()[1],
+            )
 
     def size(self):
-        """Tokens that the next prompt has: what the server counted last, a fourth of the characters since, and thinking (Echo).
+        """Tokens that the next prompt has: what the server counted last, a fourth of the characters
+        since, and thinking (Echo).
 
         For the latter, a server may be asked what its template renders, once for each model.
         """
@@ -2987,20 +3403,27 @@ class Conversation:
                 yield from self.compact()
 
     def find_window(self):
-        """The context that the server serves, in tokens; 0 where it does not say. Some say it only once the model is loaded."""
+        """The context that the server serves, in tokens; 0 where it does not say. Some say it only
+        once the model is loaded.
+        """
         if not self.window and self.probes < 3:
             self.probes += 1
             self.window = probe(self.backend)["window"]
         return self.window
 
     def compact(self, everything=False):
-        """Replaces the turns before the last question (or all that is there) by a summary; -> whether there is more room now.
+        """Replaces the turns before the last question (or all that is there) by a summary; ->
+        whether there is more room now.
 
-        Cut between turns, so never between a call and its result. Where only one turn is left, its older tool results go.
+        Cut between turns, so never between a call and its result. Where only one turn is left, its
+        older tool results go.
         """
-        questions = [place for place, message in enumerate(self.history) if message["role"] == "user"]
+        questions = [
+            place for place, message in enumerate(self.history) if message["role"] == "user"
+        ]
         cut = len(self.history) if everything else questions[-1] if questions else 0
-        if cut == 0 or cut == 1 and self.history[0]["content"].startswith(SUMMED_UP):  # nothing is left to sum up
+        # nothing is left to sum up
+        if cut == 0 or cut == 1 and self.history[0]["content"].startswith(SUMMED_UP):
             return (yield from self.drop_results())
         try:
             summary = yield from self.summary(self.history[:cut])
@@ -3008,19 +3431,38 @@ class Conversation:
             if error.kind == "cancelled":
                 raise
             self.no_summary = True
-            yield {"type": "notice", "message": f"the conversation could not be summed up, and stays as it is: {error.message}"}
+            yield {
+                "type": "notice",
+                "message": f"the conversation could not be summed up, and stays as it is: {error.message}",
+            }
             return False
-        self.replace_history([{"role": "user", "content": SUMMED_UP + summary}, *self.history[cut:]])
-        yield {"type": "notice", "message": f"the {cut} messages before this were replaced by a summary"}
+        self.replace_history(
+            [{"role": "user", "content": SUMMED_UP + summary}, *self.history[cut:]]
+        )
+        yield {
+            "type": "notice",
+            "message": f"the {cut} messages before this were replaced by a summary",
+        }
         return True
 
     def drop_results(self):
-        """Takes the tool results but the last two out of the only turn there is; -> whether there were any."""
-        places = [place for place, m in enumerate(self.history) if m["role"] == "tool" and len(m["content"]) > 400][:-2]
+        """Takes the tool results but the last two out of the only turn there is; -> whether there
+        were any.
+        """
+        places = [
+            place
+            for place, m in enumerate(self.history)
+            if m["role"] == "tool" and len(m["content"]) > 400
+        ][:-2]
         if places:
             dropped = {"content": "[This result was taken out to make room.]"}
-            self.replace_history([{**m, **dropped} if place in places else m for place, m in enumerate(self.history)])
-            yield {"type": "notice", "message": f"the context was full: {len(places)} older tool results were taken out"}
+            self.replace_history(
+                [{**m, **dropped} if place in places else m for place, m in enumerate(self.history)]
+            )
+            yield {
+                "type": "notice",
+                "message": f"the context was full: {len(places)} older tool results were taken out",
+            }
         return bool(places)
 
     def summary(self, messages):
@@ -3051,7 +3493,9 @@ class Conversation:
     # -- what a person changes in between
 
     def clear(self):
-        """Forgets what was said, and what was permitted; what was recorded stays in its own session."""
+        """Forgets what was said, and what was permitted; what was recorded stays in its own
+        session.
+        """
         self.history.clear()
         self.measured = (0, 0)
         self.toolbox.always.clear()
@@ -3059,7 +3503,9 @@ class Conversation:
             self.session.renew()
 
     def use(self, model=None, system=None):
-        """Another model, whose context is not known yet, or another system prompt, from the next question on."""
+        """Another model, whose context is not known yet, or another system prompt, from the next
+        question on.
+        """
         if model is not None:
             self.backend.model, self.measured, self.probes = model, (0, 0), 0
             self.window = self.settings["contextWindow"]
@@ -3072,7 +3518,14 @@ class Conversation:
 
     def done(self):
         session = self.session and self.session.id
-        return done_event(self.backend.name, self.backend.model, session, self.replies, self.started, self.timeline)
+        return done_event(
+            self.backend.name,
+            self.backend.model,
+            session,
+            self.replies,
+            self.started,
+            self.timeline,
+        )
 
 
 def without_thought(message):
@@ -3110,7 +3563,9 @@ def shorter(text, limit):
 
 
 def done_event(provider, model, session, replies, started, timeline=None):
-    """The `done` of a turn; beside its fields, for figures(): `tokens` (thinking, answer) of all its calls, and the Timeline."""
+    """The `done` of a turn; beside its fields, for figures(): `tokens` (thinking, answer) of all
+    its calls, and the Timeline.
+    """
     last = replies[-1] if replies else Reply()
     first = next((reply.first_token for reply in replies if reply.first_token is not None), None)
     produced = [reply.produced_tokens() for reply in replies]
@@ -3130,26 +3585,43 @@ def rounded(seconds):
 
 
 def verdict(reply, answer):
-    """Events that explain an ended answer. An empty one at the token limit is a notice of kind `empty`, else an error."""
+    """Events that explain an ended answer. An empty one at the token limit is a notice of kind
+    `empty`, else an error.
+    """
     tokens = reply.produced_tokens()[0]
     if answer.strip():
         if reply.finish == "length":
-            yield {"type": "notice", "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), "
-                                                "or the context is full"}
+            yield {
+                "type": "notice",
+                "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), "
+                "or the context is full",
+            }
         elif reply.finish == "content_filter":
-            yield {"type": "notice", "message": "the answer is cut: the server's content filter ended it"}
+            yield {
+                "type": "notice",
+                "message": "the answer is cut: the server's content filter ended it",
+            }
     elif reply.finish == "length" and reply.calls.calls:
-        yield {"type": "notice", "kind": "empty",
-               "message": "a tool call was cut at the token limit, so it was not run: raise max_tokens"}
+        yield {
+            "type": "notice",
+            "kind": "empty",
+            "message": "a tool call was cut at the token limit, so it was not run: raise max_tokens",
+        }
     elif reply.finish == "length" and tokens:
         yield {"type": "notice", "kind": "empty",
                "message": f"the whole budget went into thinking ({tokens:,} tokens): "
                           "raise max_tokens, or --no-think (/think off)"}
     elif reply.finish == "length":
-        yield {"type": "notice", "kind": "empty",
-               "message": "no answer fits the token limit: raise max_tokens, or the context is full"}
+        yield {
+            "type": "notice",
+            "kind": "empty",
+            "message": "no answer fits the token limit: raise max_tokens, or the context is full",
+        }
     elif tokens:
-        raise MMError("empty", f"the model thought ({tokens:,} tokens) and gave no answer: ask again, or --no-think (/think off)")
+        raise MMError(
+            "empty",
+            f"the model thought ({tokens:,} tokens) and gave no answer: ask again, or --no-think (/think off)",
+        )
     else:
         raise MMError("empty", "the model gave no answer, and no reason")
 
@@ -3167,14 +3639,15 @@ def truncation_hint(body, reply):
     return ""
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 10. Sessions
 #
-# A conversation on disk: a file of JSON lines that only grows, one line a message, written when the message is complete, so
-# that kill -9 loses at most the answer in flight. What a crash leaves (a torn last line, a run of NULs) is skipped and named,
-# and never glued to: a line begins on a line of its own. Each line is one write to a file opened for appending, so two
-# processes on one session lose nothing. Where nothing can be written, that is said once and the conversation goes on.
-# ======================================================================================================================
+# A conversation on disk: a file of JSON lines that only grows, one line a message, written when the
+# message is complete, so that kill -9 loses at most the answer in flight. What a crash leaves (a
+# torn last line, a run of NULs) is skipped and named, and never glued to: a line begins on a line
+# of its own. Each line is one write to a file opened for appending, so two processes on one session
+# lose nothing. Where nothing can be written, that is said once and the conversation goes on.
+# ==================================================================================================
 
 def sessions_folder():
     return os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "sessions")
@@ -3185,7 +3658,9 @@ def session_id(path):
 
 
 class Session:
-    """Where a conversation is recorded. about: its first line: provider, model, url, system; notice: told what went wrong."""
+    """Where a conversation is recorded. about: its first line: provider, model, url, system;
+    notice: told what went wrong.
+    """
 
     def __init__(self, about, notice, path=""):
         self.about, self.notice, self.path = about, notice, path
@@ -3209,7 +3684,8 @@ class Session:
             return
         try:
             if "history" in item and self.file is not None and os.fstat(self.file).st_size != self.size:
-                self.renew()  # another process has said something here, which a new history must not replace
+                # another process has said something here, which a new history must not replace
+                self.renew()
             if self.file is None:
                 self.open()
             self.append(item)
@@ -3244,7 +3720,9 @@ MOST_SESSION = 256 << 20  # bytes
 
 
 def load_session(path):
-    """-> (about, history, [what a person should hear of damage]). Raises MMError("config") if it cannot be read at all."""
+    """-> (about, history, [what a person should hear of damage]). Raises MMError("config") if it
+    cannot be read at all.
+    """
     try:
         with open(path, "rb") as file:
             raw = file.read(MOST_SESSION + 1)
@@ -3264,12 +3742,20 @@ def load_session(path):
             elif "history" in item:
                 history = [stored_message(message) for message in item["history"]]
             elif "session" in item or "model" in item:  # the first line, or a change of it
-                about.update({key: item[key] for key in ("provider", "model", "url", "system") if isinstance(item.get(key), str)})
+                about.update(
+                    {
+                        key: item[key]
+                        for key in ("provider", "model", "url", "system")
+                        if isinstance(item.get(key), str)
+                    }
+                )
             else:
                 raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             torn = number == len(rows)
-            notes.append(f"session {name}: line {number} is {'cut off' if torn else 'damaged'}, and was skipped")
+            notes.append(
+                f"session {name}: line {number} is {'cut off' if torn else 'damaged'}, and was skipped"
+            )
     if len(notes) > 4:
         notes[3:] = [f"session {name}: {len(notes) - 3:,} more lines are damaged"]
     if not raw.strip():
@@ -3281,7 +3767,9 @@ def load_session(path):
 
 
 def stored_message(item):
-    """A message of a session file, mended where a tool call is broken. Raises ValueError or TypeError if it is none."""
+    """A message of a session file, mended where a tool call is broken. Raises ValueError or
+    TypeError if it is none.
+    """
     role, content = item["role"], item.get("content") or ""
     if role not in ("user", "assistant", "tool") or not isinstance(content, str):
         raise ValueError
@@ -3291,9 +3779,15 @@ def stored_message(item):
     if role == "assistant" and item.get("tool_calls"):
         if not all(isinstance(call[key], str) and call[key] for call in item["tool_calls"] for key in ("id", "name")):
             raise ValueError
-        message["tool_calls"] = [{"id": call["id"], "name": call["name"], "raw": "",
-                                  "arguments": call["arguments"] if isinstance(call.get("arguments"), dict) else {}}
-                                 for call in item["tool_calls"]]
+        message["tool_calls"] = [
+            {
+                "id": call["id"],
+                "name": call["name"],
+                "raw": "",
+                "arguments": call["arguments"] if isinstance(call.get("arguments"), dict) else {},
+            }
+            for call in item["tool_calls"]
+        ]
     return message
 
 
@@ -3316,7 +3810,9 @@ def list_sessions():
 
 
 def find_session(its_id):
-    """The path of the session whose id begins so; of the newest one for "". Raises MMError("config")."""
+    """The path of the session whose id begins so; of the newest one for "". Raises
+    MMError("config").
+    """
     sessions = {name: path for name, path, _ in list_sessions()}
     matching = [name for name in sessions if name.startswith(its_id)]
     if not sessions:
@@ -3324,7 +3820,10 @@ def find_session(its_id):
     if not matching:
         raise MMError("config", f"no session begins with {one_line(its_id, 40)} (mm --sessions)")
     if its_id and its_id not in matching and len(matching) > 1:
-        raise MMError("config", f"more than one session begins with {one_line(its_id, 40)}: {', '.join(matching[:4])}")
+        raise MMError(
+            "config",
+            f"more than one session begins with {one_line(its_id, 40)}: {', '.join(matching[:4])}",
+        )
     return sessions[its_id if its_id in matching else matching[0]]
 
 
@@ -3337,7 +3836,9 @@ def session_lines(most=50):
         except MMError as error:
             out.append(error.message)
             continue
-        first = next((message["content"] for message in history if message["role"] == "user"), "(empty)")
+        first = next(
+            (message["content"] for message in history if message["role"] == "user"), "(empty)"
+        )
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
         out.append(f"{name}  {when}  {len(history):>4}  {one_line(first, 60)}")
     return out or ["no session is saved yet"]
@@ -3354,7 +3855,7 @@ def as_markdown(history, system):
     return "\n\n".join(parts) + "\n"
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 11. Display
 #
 # Two views of the same events. All that other sections use of a view is this:
@@ -3372,17 +3873,21 @@ def as_markdown(history, system):
 # characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text
 # as it is. Styles are switched off again with every piece, so that whatever ends mm leaves the
 # terminal as it was.
-# ======================================================================================================================
+# ==================================================================================================
 
-VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}  # ESC becomes ␛
+# ESC becomes ␛
+VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}
 VISIBLE.update({13: None, 127: "␡", **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)}})
 THINKING, NOTICE, ERROR = "2;3", "2", "31"  # SGR codes: dim italic, dim, red
-UNSEEN = re.compile("[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")  # marks that hide or turn text round
+# marks that hide or turn text round
+UNSEEN = re.compile("[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 MOST_ROWS = 40  # of a change that is shown before it is made
 
 
 class Pen:
-    """An output stream: what it can show, and whether its line is begun. Never raises for a character or, if `aside`, at all."""
+    """An output stream: what it can show, and whether its line is begun. Never raises for a
+    character or, if `aside`, at all.
+    """
 
     def __init__(self, stream, aside=False):
         self.stream, self.aside = stream, aside
@@ -3428,7 +3933,9 @@ class Pen:
         self.flush()
 
     def let_go_if_stuck(self):
-        """For a signal's handler: where nobody takes what is written, the write that waits and all later ones go nowhere."""
+        """For a signal's handler: where nobody takes what is written, the write that waits and all
+        later ones go nowhere.
+        """
         if self.busy and time.monotonic() - self.busy > 0.5:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
@@ -3447,9 +3954,11 @@ class Pen:
 
 
 class Person:
-    """Shows a turn to a person: thinking, then the answer; a status line while nothing has come yet.
+    """Shows a turn to a person: thinking, then the answer; a status line while nothing has come
+    yet.
 
-    out gets the answer, side the rest; in the REPL they are one Pen. hide: do not show the thinking; quiet: no notices.
+    out gets the answer, side the rest; in the REPL they are one Pen. hide: do not show the
+    thinking; quiet: no notices.
     """
 
     def __init__(self, out, side, hide=False, quiet=False, stats=False):
@@ -3479,7 +3988,9 @@ class Person:
         self.flow("answer", self.out, event["text"])
 
     def flow(self, block, pen, text, style=""):
-        """Text of a block. On a terminal, a block begins and ends without blank lines: newlines wait for what follows."""
+        """Text of a block. On a terminal, a block begins and ends without blank lines: newlines
+        wait for what follows.
+        """
         if self.block != block:
             if pen.terminal:
                 text = text.lstrip() if block == "thinking" else text.lstrip("\n")
@@ -3499,7 +4010,9 @@ class Person:
             pen.write(self.marks[block == "answer"])
 
     def close_block(self):
-        """Ends what stands on the screen, so that the next thing begins a line. A pipe's answer stays as it is."""
+        """Ends what stands on the screen, so that the next thing begins a line. A pipe's answer
+        stays as it is.
+        """
         self.wipe()
         self.newlines = ""
         if self.block == "thinking" or self.block and self.out.terminal:
@@ -3541,7 +4054,9 @@ class Person:
 
     def status(self, text):
         text = text[:self.side.columns() - 1]
-        self.side.control(f"\r\x1b[K\x1b[2m{text}\x1b[0m" if self.side.styled else f"\r\x1b[K{text}")
+        self.side.control(
+            f"\r\x1b[K\x1b[2m{text}\x1b[0m" if self.side.styled else f"\r\x1b[K{text}"
+        )
         self.status_shown = True
         self.side.flush()
 
@@ -3564,7 +4079,8 @@ class Person:
         self.flush()
 
     def on_notice(self, event):
-        if not self.quiet or "kind" in event:  # a notice that explains the exit status is no chatter
+        # a notice that explains the exit status is no chatter
+        if not self.quiet or "kind" in event:
             self.say(event["message"], NOTICE)
 
     def on_retry(self, event):
@@ -3581,9 +4097,11 @@ class Person:
             self.out.new_line()  # what is said before a call and after it are two things
         self.close_block()
         plain = f"{event['name']} {json.dumps(event['arguments'], ensure_ascii=False)}", []
-        line, change = event["preview"]() if "preview" in event else plain  # a recorded stream has none
+        # a recorded stream has none
+        line, change = event["preview"]() if "preview" in event else plain
         line = UNSEEN.sub(lambda char: f"<{ord(char.group()):04x}>", line.replace("\r", "␍"))
-        self.side.write(self.tool_mark + line.replace("\n", "\n   │ ") + "\n")  # all of it: what is not seen is not permitted
+        # all of it: what is not seen is not permitted
+        self.side.write(self.tool_mark + line.replace("\n", "\n   │ ") + "\n")
         for row in change[:MOST_ROWS]:
             self.side.write(f"  {row[:300]}\n", {"+": "32", "-": "31"}.get(row[:1], NOTICE))
         if len(change) > MOST_ROWS:
@@ -3600,10 +4118,13 @@ class Person:
         self.progress, self.since, self.hidden = None, time.monotonic(), 0
 
     def permit(self, name):
-        """Asks a person whether a call may be made, which on_tool_call() has shown; -> "y", "n" or "a"."""
+        """Asks a person whether a call may be made, which on_tool_call() has shown; -> "y", "n" or
+        "a".
+        """
         import termios
         self.close_block()
-        termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before the question is no answer to it
+        # what was typed before the question is no answer to it
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
         while True:
             self.side.say("  run this? y / n / a (always, this tool) ")
             line = os.read(sys.stdin.fileno(), 4096)  # of the terminal, which gives whole lines
@@ -3625,7 +4146,9 @@ class Person:
 
     def figures(self, done):
         blocks = "▁▂▃▄▅▆▇█" if self.side.can_show("▁") else "_.-=+*%#"
-        return figures(done, self.side.columns() - 1 if self.side.terminal else 0, self.marks, blocks)
+        return figures(
+            done, self.side.columns() - 1 if self.side.terminal else 0, self.marks, blocks
+        )
 
 
 class Ndjson:
@@ -3662,8 +4185,8 @@ class Ndjson:
 def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅▆▇█"):
     """A turn's figures in two lines: thinking and answer; the prompt, and the whole turn.
 
-    Each has its tokens over time as a bar. columns: of the terminal, 0 for none; marks: of thinking and
-    answer; blocks: the characters of a bar, from few tokens to many.
+    Each has its tokens over time as a bar. columns: of the terminal, 0 for none; marks: of thinking
+    and answer; blocks: the characters of a bar, from few tokens to many.
     """
     usage, timings, seconds = done["usage"] or {}, done["timings"] or {}, done["seconds"]
     counted = done["timeline"].rows
@@ -3707,7 +4230,8 @@ def cached_tokens(usage, timings):
 
 
 def binned(row, tenths):
-    """The tokens of a row of the Timeline, from its first to its last, in spans of so many tenths."""
+    """The tokens of a row of the Timeline, from its first to its last, in spans of so many tenths.
+    """
     if not row:
         return []
     first = min(row)
@@ -3735,16 +4259,20 @@ def exit_code(event, before):
 
 
 def run_turn(conversation, turn, view):
-    """Shows the events of a turn; -> exit code. Ctrl-C is the conversation's; one that it cannot use ends whatever else hangs."""
+    """Shows the events of a turn; -> exit code. Ctrl-C is the conversation's; one that it cannot
+    use ends whatever else hangs.
+    """
     code, given_up = 0, False
 
     def on_interrupt(*_):
         nonlocal given_up
         for pen in view.pens:
             pen.let_go_if_stuck()
-        if not conversation.interrupt() and not given_up:  # once, as it ends the turn, and a hasty third Ctrl-C must not end more
+        # once, as it ends the turn, and a hasty third Ctrl-C must not end more
+        if not conversation.interrupt() and not given_up:
             given_up = True
-            raise KeyboardInterrupt  # nothing here may catch it: a handler can itself be interrupted by the next one
+            # nothing here may catch it: a handler can itself be interrupted by the next one
+            raise KeyboardInterrupt
     before = on_signal(signal.SIGINT, on_interrupt)
     try:
         for event in turn:
@@ -3760,13 +4288,14 @@ def run_turn(conversation, turn, view):
     return code
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 12. The REPL
 #
-# A prompt without colours (readline counts them as visible), questions of several lines, commands in a table. Ctrl-C stops
-# what runs and never ends mm; Ctrl-D does. The line editor of the kernel cuts a line at 4,095 bytes and says nothing, so mm
-# reads through readline where it can and says what was cut where it cannot.
-# ======================================================================================================================
+# A prompt without colours (readline counts them as visible), questions of several lines, commands
+# in a table. Ctrl-C stops what runs and never ends mm; Ctrl-D does. The line editor of the kernel
+# cuts a line at 4,095 bytes and says nothing, so mm reads through readline where it can and says
+# what was cut where it cannot.
+# ==================================================================================================
 
 KERNEL_LINE = 4095
 NO_SWITCH = "how this server is told to think or not is not known: -p NAME says which server it is, -o passes a field of its own"
@@ -3786,7 +4315,8 @@ class Repl:
         self.code = 0  # exit code of the last turn that failed
         self.reading = False  # whether a line is being typed
         self.ended = False  # the input came to its end behind a line that is still to be answered
-        self.ahead = False  # whether what waits was typed during the answer: lines of their own, no paste
+        # whether what waits was typed during the answer: lines of their own, no paste
+        self.ahead = False
 
     def open_readline(self, path):
         try:
@@ -3821,7 +4351,9 @@ class Repl:
             self.ahead = False  # nobody was asked to type yet
         if self.terminal:
             backend = self.conversation.backend
-            self.say(f"{backend.name} at {show_url(backend.url)}, {backend.model} · /help lists commands, Ctrl-D leaves")
+            self.say(
+                f"{backend.name} at {show_url(backend.url)}, {backend.model} · /help lists commands, Ctrl-D leaves"
+            )
             self.advise(probe(backend))
         try:
             while self.one_question():
@@ -3831,17 +4363,23 @@ class Repl:
         return 0 if self.terminal else self.code
 
     def advise(self, told):
-        """What the server says of itself; nothing of it stops anything, as a server may be started after mm."""
+        """What the server says of itself; nothing of it stops anything, as a server may be started
+        after mm.
+        """
         self.conversation.window = self.conversation.window or told["window"]
         if told["fault"]:
             self.say(f"mm: {told['fault'].message}")
         elif told["models"] and not any(same_model(name, self.conversation.backend.model) for name in told["models"]):
-            self.say(f"mm: {self.conversation.backend.model} is not among the server's models (/models)")
+            self.say(
+                f"mm: {self.conversation.backend.model} is not among the server's models (/models)"
+            )
         elif told["tools"] is False and self.conversation.toolbox.names:
             self.say(f"mm: {NO_TOOLS}")
 
     def one_question(self):
-        """Reads and answers one; -> whether to go on. Whatever Ctrl-C interrupts, it does not end the conversation."""
+        """Reads and answers one; -> whether to go on. Whatever Ctrl-C interrupts, it does not end
+        the conversation.
+        """
         try:
             self.view.flush()
             text = self.read_question()
@@ -3868,7 +4406,9 @@ class Repl:
         return re.match(r"/[A-Za-z?]+(\s[^\n]*)?$", text.rstrip()) is not None
 
     def read_question(self):
-        """One question: a line; lines joined by a trailing backslash; a block between triple quotes; a paste."""
+        """One question: a line; lines joined by a trailing backslash; a block between triple
+        quotes; a paste.
+        """
         text = self.read_line("> ")
         block = text.lstrip().startswith('"""')
         text = text.lstrip()[3:] if block else text
@@ -3885,7 +4425,9 @@ class Repl:
         self.ahead = self.ahead and self.terminal and self.more_is_waiting(0)
         text = self.read_typed(prompt if self.terminal else "")
         if self.terminal and not self.readline and len(text.encode(errors="replace")) >= KERNEL_LINE:
-            self.say(f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: use -f FILE or a pipe for long text")
+            self.say(
+                f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: use -f FILE or a pipe for long text"
+            )
         while self.terminal and not self.ahead and not self.is_command(text) and self.more_is_waiting(0.02):
             try:
                 text += "\n" + self.read_typed("")
@@ -3895,7 +4437,9 @@ class Repl:
         return readable(text)
 
     def read_typed(self, prompt):
-        """A line without its end. Raises EOFError at the end of the input, KeyboardInterrupt at Ctrl-C."""
+        """A line without its end. Raises EOFError at the end of the input, KeyboardInterrupt at
+        Ctrl-C.
+        """
         self.reading = True
         try:
             if self.terminal:
@@ -3904,7 +4448,9 @@ class Repl:
             if not line:
                 raise EOFError
             if len(line) > MOST_TEXT:
-                raise MMError("config", f"standard input has a line of more than {MOST_TEXT >> 20} MiB")
+                raise MMError(
+                    "config", f"standard input has a line of more than {MOST_TEXT >> 20} MiB"
+                )
             return line.rstrip("\n")
         except SystemError:  # what readline makes of a dozen Ctrl-C at once (seen in CPython 3.11)
             raise KeyboardInterrupt from None
@@ -3912,14 +4458,18 @@ class Repl:
             self.reading = False
 
     def on_interrupt(self, *_):
-        """Ctrl-C outside a turn: it takes away what is being typed, once; a hasty second one, between two lines, would end mm."""
+        """Ctrl-C outside a turn: it takes away what is being typed, once; a hasty second one,
+        between two lines, would end mm.
+        """
         if self.reading:
             self.reading = False
             raise KeyboardInterrupt
 
     @staticmethod
     def more_is_waiting(seconds):
-        """Whether the terminal holds another line already: a paste, where bracketed paste is not to be had."""
+        """Whether the terminal holds another line already: a paste, where bracketed paste is not to
+        be had.
+        """
         import select
         return bool(select.select([sys.stdin], [], [], seconds)[0])
 
@@ -3927,12 +4477,16 @@ class Repl:
         self.view.note(text)
 
     def command(self, name, rest):
-        """Runs the command's method, do_NAME, whose docstring is its line in /help; -> whether to go on."""
+        """Runs the command's method, do_NAME, whose docstring is its line in /help; -> whether to
+        go on.
+        """
         name = name.lower().lstrip("/")
         name = {"?": "help", "exit": "bye", "quit": "bye"}.get(name, name)
         method = getattr(self, f"do_{name}", None)
         if method is None:
-            self.say(f"there is no command /{name}: /help lists them (a question may begin with a space)")
+            self.say(
+                f"there is no command /{name}: /help lists them (a question may begin with a space)"
+            )
             return True
         try:
             method(rest.strip())
@@ -3973,8 +4527,14 @@ class Repl:
             if not can_switch_thinking(self.conversation):
                 self.conversation.think = before
                 self.say(NO_SWITCH)
-        state = {True: "on", False: "off", None: "auto (as the server likes)"}[self.conversation.think]
-        self.say(f"thinking: {state}" if rest in ("on", "off", "auto", "") else "say /think on, off or auto")
+        state = {True: "on", False: "off", None: "auto (as the server likes)"}[
+            self.conversation.think
+        ]
+        self.say(
+            f"thinking: {state}"
+            if rest in ("on", "off", "auto", "")
+            else "say /think on, off or auto"
+        )
 
     def do_show(self, rest):
         """[on|off]  show or hide the thinking"""
@@ -3993,8 +4553,11 @@ class Repl:
         """figures of the last answer, and how full the context is"""
         self.say(self.view.figures(self.last) if self.last else "nothing was asked yet")
         window, size = self.conversation.find_window(), self.conversation.size()
-        self.say(f"context: about {size:,} of {window:,} tokens ({size * 100 // window} %)" if window else
-                 f"context: about {size:,} tokens; the server does not say how many it holds (contextWindow in the config)")
+        self.say(
+            f"context: about {size:,} of {window:,} tokens ({size * 100 // window} %)"
+            if window
+            else f"context: about {size:,} tokens; the server does not say how many it holds (contextWindow in the config)"
+        )
 
     def do_tools(self, rest):
         """[NAME|all|none]  list the tools, switch one or all"""
@@ -4043,7 +4606,9 @@ class Repl:
             return self.say("say /save FILE")
         try:
             with open(os.path.expanduser(rest), "x", encoding="utf-8") as file:
-                file.write(as_markdown(cleaned(self.conversation.history), clean(self.conversation.system)))
+                file.write(
+                    as_markdown(cleaned(self.conversation.history), clean(self.conversation.system))
+                )
         except OSError as error:
             return self.say(f"{rest}: {error.strerror}")
         self.say(f"saved to {rest}")
@@ -4062,16 +4627,19 @@ def list_models(backend):
 
 
 def can_switch_thinking(conversation):
-    """Whether what is wanted of the thinking changes the request, or how its answer is read (ThinkTags)."""
+    """Whether what is wanted of the thinking changes the request, or how its answer is read
+    (ThinkTags).
+    """
     return conversation.think is None or bool(conversation.backend.entry["thinking"] or conversation.protocol.tags(None))
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 13. Demo and replay
 #
-# What mm looks like without a model: a scripted server on loopback, which is asked like any other and says what it is, and
-# a recorded stream (--tap FILE), which gives the events of the model's part again.
-# ======================================================================================================================
+# What mm looks like without a model: a scripted server on loopback, which is asked like any other
+# and says what it is, and a recorded stream (--tap FILE), which gives the events of the model's
+# part again.
+# ==================================================================================================
 
 DEMO_THOUGHTS = ("The question was: {question}\nI am no model, only a script inside mm, so I cannot know. "
                  "But I can show how it looks when one thinks: this text comes in delta.reasoning_content, a token at a time, "
@@ -4087,14 +4655,20 @@ def demo_chunks(question):
         return {"choices": [{"finish_reason": finish, "index": 0, "delta": delta}], "model": "scripted",
                 "object": "chat.completion.chunk", **more}
     for processed in (0, 16, 32):
-        yield chunk({"role": "assistant", "content": None}, prompt_progress={"total": 32, "cache": 0, "processed": processed})
+        yield chunk(
+            {"role": "assistant", "content": None},
+            prompt_progress={"total": 32, "cache": 0, "processed": processed},
+        )
     tokens = 0
     for field, text in (("reasoning_content", DEMO_THOUGHTS.format(question=one_line(question, 200))), ("content", DEMO_ANSWER)):
         for word in re.findall(r"\s*\S+", text):
             tokens += 1
             yield chunk({field: word})
     yield chunk({}, "stop")
-    yield {"choices": [], "usage": {"prompt_tokens": 32, "completion_tokens": tokens, "total_tokens": 32 + tokens}}
+    yield {
+        "choices": [],
+        "usage": {"prompt_tokens": 32, "completion_tokens": tokens, "total_tokens": 32 + tokens},
+    }
 
 
 def start_demo():
@@ -4132,12 +4706,18 @@ def start_demo():
 
 
 def replay(path, make_tags=lambda: None):
-    """The events of a recorded stream, or of several, one after another. Raises MMError("config") if it cannot be read.
+    """The events of a recorded stream, or of several, one after another. Raises MMError("config")
+    if it cannot be read.
 
     make_tags: gives the ThinkTags of each, or None where the server parted the thinking.
     """
-    raw = read_bytes(path, "--replay")  # the streams of a tap stand one after another; one without [DONE] runs into the next
-    ends = [0, *(match.end() for match in re.finditer(rb"(?m)^data:[ ]?\[DONE\]\s*", raw)), len(raw)]
+    # the streams of a tap stand one after another; one without [DONE] runs into the next
+    raw = read_bytes(path, "--replay")
+    ends = [
+        0,
+        *(match.end() for match in re.finditer(rb"(?m)^data:[ ]?\[DONE\]\s*", raw)),
+        len(raw),
+    ]
     streams = [raw[start:end] for start, end in zip(ends, ends[1:]) if start < end] if raw[:2] != b"\x1f\x8b" else [raw]
     streams = streams or [b""]
     backend, replies, started = Backend("replay", PLAIN, "http://replay"), [], time.monotonic()
@@ -4153,7 +4733,12 @@ def replay(path, make_tags=lambda: None):
             calls = reply.calls.finished() if reply.finish != "length" else []
             for call in calls:
                 if call["arguments"] is not None:
-                    yield {"type": "tool_call", "id": call["id"], "name": call["name"], "arguments": call["arguments"]}
+                    yield {
+                        "type": "tool_call",
+                        "id": call["id"],
+                        "name": call["name"],
+                        "arguments": call["arguments"],
+                    }
             if not calls:
                 yield from verdict(reply, reply.answer.getvalue())
         except MMError as error:
@@ -4163,21 +4748,31 @@ def replay(path, make_tags=lambda: None):
 
 
 def recorded_seconds(replies, thinking, answer):
-    """`done`'s seconds of a recorded stream: those that it tells itself (llama.cpp's timings); its replay's mean nothing."""
+    """`done`'s seconds of a recorded stream: those that it tells itself (llama.cpp's timings); its
+    replay's mean nothing.
+    """
     def told(key):
-        return sum(reply.timings[key] for reply in replies if reply.timings and is_number(reply.timings.get(key))) / 1000
+        return (
+            sum(
+                reply.timings[key]
+                for reply in replies
+                if reply.timings and is_number(reply.timings.get(key))
+            )
+            / 1000
+        )
     prompt, predicted, share = told("prompt_ms"), told("predicted_ms"), thinking / max(1, thinking + answer)
     return {"first_token": rounded(prompt or None), "thinking": rounded(predicted * share),
             "answer": rounded(predicted * (1 - share)), "total": rounded(prompt + predicted or None)}
 
 
-# ======================================================================================================================
+# ==================================================================================================
 # 14. The command line
 #
-# Options, and what each is for; then run(), in the order of the path that a question takes. What needs no server comes first, and
-# a fault of the command line or the config is told before standard input is read, which may take long, or a server asked; but for
-# --tap's file, which is emptied no sooner than it must be.
-# ======================================================================================================================
+# Options, and what each is for; then run(), in the order of the path that a question takes. What
+# needs no server comes first, and a fault of the command line or the config is told before standard
+# input is read, which may take long, or a server asked; but for --tap's file, which is emptied no
+# sooner than it must be.
+# ==================================================================================================
 
 def parser():
     import argparse
@@ -4237,7 +4832,9 @@ def parser():
 
 
 def sampling_options(pairs):
-    """-o KEY=VALUE pairs as a dict; dots nest, VALUE is JSON if it parses. Raises MMError("config")."""
+    """-o KEY=VALUE pairs as a dict; dots nest, VALUE is JSON if it parses. Raises
+    MMError("config").
+    """
     out = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -4253,7 +4850,9 @@ def sampling_options(pairs):
 
 
 def as_question(raw, name, notices):
-    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if it says so; what is neither is replaced, with a notice."""
+    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if it says so; what is neither is
+    replaced, with a notice.
+    """
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return raw.decode("utf-16", "replace")
     text = raw.decode("utf-8-sig", "replace")
@@ -4279,7 +4878,12 @@ def piped_text(view, notices):
         return ""
     try:
         if not select.select([sys.stdin], [], [], 2.0)[0]:
-            view.show({"type": "notice", "message": "waiting for the end of standard input (`< /dev/null` if none is meant)"})
+            view.show(
+                {
+                    "type": "notice",
+                    "message": "waiting for the end of standard input (`< /dev/null` if none is meant)",
+                }
+            )
         raw = sys.stdin.buffer.read(MOST_TEXT + 1)
     except (OSError, ValueError):
         return ""  # closed, or a folder
@@ -4289,7 +4893,9 @@ def piped_text(view, notices):
 
 
 def prepare_streams():
-    """Output never raises for a character. A locale that says ASCII mostly means that none is set, so UTF-8 is meant."""
+    """Output never raises for a character. A locale that says ASCII mostly means that none is set,
+    so UTF-8 is meant.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller
@@ -4305,7 +4911,9 @@ def prepare_streams():
 
 
 def set_blocking(stream):
-    """A parent can hand over a pipe that does not block: writing to it would lose what does not fit just then."""
+    """A parent can hand over a pipe that does not block: writing to it would lose what does not fit
+    just then.
+    """
     try:
         os.set_blocking(stream.fileno(), True)
     except (OSError, ValueError):
@@ -4317,7 +4925,13 @@ def make_view(args):
     if args.json:
         return Ndjson(out, args.showThinking is False)
     one_screen = wants_repl(args) and out.terminal
-    return Person(out, out if one_screen else Pen(sys.stderr, aside=True), args.showThinking is False, args.quiet, args.stats)
+    return Person(
+        out,
+        out if one_screen else Pen(sys.stderr, aside=True),
+        args.showThinking is False,
+        args.quiet,
+        args.stats,
+    )
 
 
 def wants_repl(args):
@@ -4346,10 +4960,19 @@ def check(backend, settings):
 
 
 def settings_of(args):
-    """The settings of a run: blank options count as not given, but for `-s ""`, which drops the config's system prompt."""
+    """The settings of a run: blank options count as not given, but for `-s ""`, which drops the
+    config's system prompt.
+    """
     given = {key: getattr(args, key) for key, (_, _, _, option) in SETTINGS.items() if option}
-    given = {key: readable(value) if isinstance(value, str) else value for key, value in given.items() if value is not None}
-    return load_settings({key: value for key, value in given.items() if str(value).strip() or key == "system"}, args.config)
+    given = {
+        key: readable(value) if isinstance(value, str) else value
+        for key, value in given.items()
+        if value is not None
+    }
+    return load_settings(
+        {key: value for key, value in given.items() if str(value).strip() or key == "system"},
+        args.config,
+    )
 
 
 def run(args, view):
@@ -4395,11 +5018,15 @@ def backend_of(args, settings, named, notices):
 
 
 def what_it_cannot_do(conversation, probes):
-    """Notices of what was asked for and will have no effect. probes: the server is asked about tools (the REPL asks it anyway)."""
+    """Notices of what was asked for and will have no effect. probes: the server is asked about
+    tools (the REPL asks it anyway).
+    """
     backend, names, notices = conversation.backend, conversation.toolbox.names, []
     if not conversation.protocol.applies_template:
         if not backend.entry["template"]:
-            notices.append("no template is named for the raw prompts: chatml is used (template in the config)")
+            notices.append(
+                "no template is named for the raw prompts: chatml is used (template in the config)"
+            )
         if names:
             notices.append(NO_RAW_TOOLS)
     elif names and backend.entry["tools"] and probes and probe(backend)["tools"] is False:
@@ -4408,7 +5035,9 @@ def what_it_cannot_do(conversation, probes):
 
 
 def replay_tags(settings):
-    """-> a function that gives the ThinkTags of the provider that a recording came from, if one is named."""
+    """-> a function that gives the ThinkTags of the provider that a recording came from, if one is
+    named.
+    """
     name = settings["provider"].strip()
     if name not in provider_table(settings):
         return lambda: None
@@ -4424,13 +5053,18 @@ def tell(view, notices):
 
 
 def resumed(args, settings):
-    """-> (the resumed session's path or "", its history, notices). What it remembers counts unless an option says otherwise."""
+    """-> (the resumed session's path or "", its history, notices). What it remembers counts unless
+    an option says otherwise.
+    """
     notices = list(settings.notices)
     if not (args.resume or "").strip() and not args.last:
         return "", [], notices
     path = find_session((args.resume or "").strip())
     about, history, damage = load_session(path)
-    last = next((message["content"] for message in reversed(history) if message["role"] == "user"), "nothing")
+    last = next(
+        (message["content"] for message in reversed(history) if message["role"] == "user"),
+        "nothing",
+    )
     count = f"{len(history)} message{'s' * (len(history) != 1)}"
     notices.append(f"session {session_id(path)}, {count}; asked last: {one_line(last, 60)}")
     chosen = {key for key in ("provider", "model", "url", "system") if settings.is_option(key)}
@@ -4443,7 +5077,9 @@ def resumed(args, settings):
 
 
 def is_same_server(about, settings):
-    """Whether the provider or URL that was chosen is the one that a session remembers, so that its model is meant too."""
+    """Whether the provider or URL that was chosen is the one that a session remembers, so that its
+    model is meant too.
+    """
     if settings.is_option("url"):
         return show_url(blaming(settings.source("url"), base_url, settings["url"])[0]) == about.get("url")
     return settings["provider"] == about.get("provider") and not about.get("url")
@@ -4458,9 +5094,15 @@ def make_conversation(args, settings, backend, toolbox, path):
             about["url"] = show_url(backend.url)
         session = Session(about, lambda message: conversation.notices.append(message), path)
     conversation = Conversation(
-        backend, settings, toolbox, session.record if session else None, session,
-        restartable=args.json or sys.stdout.isatty(), end_thinking=sys.stdin is not None and sys.stdin.isatty() and not args.json,
-        tap=open_tap(args.tap))
+        backend,
+        settings,
+        toolbox,
+        session.record if session else None,
+        session,
+        restartable=args.json or sys.stdout.isatty(),
+        end_thinking=sys.stdin is not None and sys.stdin.isatty() and not args.json,
+        tap=open_tap(args.tap),
+    )
     if session and path and any(settings.is_option(key) for key in ("provider", "model", "url")):
         session.record({"url": "", **about})
     return conversation, session
@@ -4468,15 +5110,21 @@ def make_conversation(args, settings, backend, toolbox, path):
 
 def make_toolbox(args, settings, view):
     commands = check_commands(settings["commands"], settings.source("commands"))
-    hidden = {entry.get("apiKeyEnv") for entry in [*PROVIDERS.values(), *settings["providers"].values(), PLAIN]}
+    hidden = {
+        entry.get("apiKeyEnv")
+        for entry in [*PROVIDERS.values(), *settings["providers"].values(), PLAIN]
+    }
     can_ask = sys.stdin is not None and sys.stdin.isatty() and not args.json and view.side.terminal
     permit = (lambda name: "y") if args.yes else view.permit if can_ask else None
     toolbox = Toolbox([], commands, settings["commandTimeout"], filter(None, hidden), permit)
     names, known = settings["tools"], list(toolbox.known())
     unknown = [name for name in names if name not in [*known, "all", "none"]]
     if unknown:
-        raise MMError("config", f"{settings.source('tools')}: no tool is called {one_line(unknown[0], 40)}"
-                                f"{did_you_mean(unknown[0], known)}: {', '.join(known)}, all, or none")
+        raise MMError(
+            "config",
+            f"{settings.source('tools')}: no tool is called {one_line(unknown[0], 40)}"
+            f"{did_you_mean(unknown[0], known)}: {', '.join(known)}, all, or none",
+        )
     toolbox.names = [name for name in known if name in names or "all" in names]
     return toolbox
 
@@ -4496,7 +5144,9 @@ def question_of(args, notices, view):
         parts.append(piped_text(view, notices))
     question = "\n\n".join(filter(str.strip, parts))
     if not question and not wants_repl(args):
-        raise MMError("config", "there is no question: mm \"your question\", or pipe one in (mm --help)")
+        raise MMError(
+            "config", "there is no question: mm \"your question\", or pipe one in (mm --help)"
+        )
     return question
 
 
@@ -4507,7 +5157,9 @@ def open_tap(path):
     try:
         return open(path, "wb", buffering=0)
     except (OSError, ValueError) as error:
-        raise MMError("config", f"--tap {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise MMError(
+            "config", f"--tap {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def show_all(turn, view, pace=0.0):
@@ -4533,18 +5185,26 @@ def show_template(path, view):
     return 0
 
 
-def main(argv=None):
-    """-> exit code. Whatever goes wrong becomes one line; a closed pipe ends mm quietly."""
+def prepare_imports():
+    """Makes the import of requests quick and quiet."""
     import gc
     import warnings
-    gc.set_threshold(50_000, 20, 20)  # importing requests makes many objects, which all stay
+    gc.set_threshold(50_000, 20, 20)  # it makes many objects, which all stay
     if not sys.warnoptions:
-        warnings.simplefilter("ignore")  # requests has some for its programmers: "chardet … doesn't match a supported version!"
+        # requests has some for its programmers: "chardet … doesn't match a supported version!"
+        warnings.simplefilter("ignore")
+
+
+def main(argv=None):
+    """-> exit code. Whatever goes wrong becomes one line; a closed pipe ends mm quietly."""
+    prepare_imports()
     prepare_streams()
     view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
 
     def end(number, frame):
-        """Ends mm by an exception, so that what is open is closed, and a command ended; at the second signal, at once."""
+        """Ends mm by an exception, so that what is open is closed, and a command ended; at the
+        second signal, at once.
+        """
         nonlocal running
         for pen in view.pens:
             pen.let_go_if_stuck()
@@ -4559,7 +5219,8 @@ def main(argv=None):
     try:
         argv = sys.argv[1:] if argv is None else argv
         view = Ndjson(view.out) if "--json" in argv else view
-        words = argv.index("--") if "--" in argv else len(argv)  # argparse loses it when options and words mix
+        # argparse loses it when options and words mix
+        words = argv.index("--") if "--" in argv else len(argv)
         args = parser().parse_intermixed_args(argv[:words])
         args.question += argv[words + 1:]
         view = make_view(args)
@@ -4581,10 +5242,13 @@ def main(argv=None):
     except OSError as error:  # of writing the output: whatever else can fail is told where it is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own last flush is quiet
         if not isinstance(error, BrokenPipeError):
-            Pen(sys.stderr, aside=True).say(f"mm: the output cannot be written: {error.strerror or error}\n")
+            reason = f"mm: the output cannot be written: {error.strerror or error}\n"
+            Pen(sys.stderr, aside=True).say(reason)
         return 1
     except Exception as error:  # a fault of mm's own, which a traceback would not mend for its user
-        Pen(sys.stderr, aside=True).say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")
+        Pen(sys.stderr, aside=True).say(
+            f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n"
+        )
         return 1
     finally:
         try:
@@ -4595,4 +5259,5 @@ def main(argv=None):
 
 if __name__ == "__main__":
     exit_status = main()
-    os._exit(exit_status)  # everything is written; taking the modules down would take as long as a tenth of a one-shot
+    # everything is written; taking the modules down would take as long as a tenth of a one-shot
+    os._exit(exit_status)

@@ -3954,7 +3954,7 @@ def test_every_event_and_kind_of_error_is_in_the_readme():
     assert set(told) == set(mm.EVENTS)
     for name, fields in mm.EVENTS.items():
         assert [word for word in told[name] if word in fields] == list(fields), name
-    raised = set(re.findall(r'MMError\("(\w+)"', document("mm.py"))) | {kind for _, _, kind, _, _ in mm.HINTS}
+    raised = set(re.findall(r'MMError\(\s*"(\w+)"', document("mm.py"))) | {kind for _, _, kind, _, _ in mm.HINTS}
     assert raised == set(told["error"]) - {"kind", "message"}
 
 
