@@ -158,12 +158,13 @@ JSON = json.JSONDecoder(parse_constant=lambda word: None)  # NaN and Infinity be
 
 def read_json(text):
     """The one JSON value that `text` is; a NaN alone is none. Raises ValueError."""
-    if text.strip() in ("NaN", "Infinity", "-Infinity"):
-        raise ValueError("this is no JSON value")
     try:
-        return JSON.decode(text)
+        value = JSON.decode(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    if value is None and text.strip() != "null":
+        raise ValueError("this is no JSON value")
+    return value
 
 
 def json_or_text(text):
@@ -323,12 +324,14 @@ def read_map(data, kinds, elsewhere, where, faults, notices):
         elif key not in kinds:
             hint = elsewhere[1] if key in elsewhere[0] else did_you_mean(key, kinds)
             notices.append(f"{where}{key}: unknown key{hint}")
-        elif key == "apiKeyEnv" and not re.fullmatch(r"([A-Z_][A-Z0-9_]{0,63})?", str(value)):
+        elif value in (None, "~", "null") or (value == "" and kinds[key] != "names"):
+            pass  # nothing is set; an empty text is an empty list of names
+        elif key == "apiKeyEnv" and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(value)):
             faults.append(f"{where}{key}: wants the name of an environment variable "
                           "(its value is not shown here)")
-        elif value not in (None, "", "~", "null") or kinds[key] == "names":
+        else:
             try:
-                values[key] = converted("" if value is None else value, kinds[key], where + key)
+                values[key] = converted(value, kinds[key], where + key)
             except MMError as error:
                 faults.append(error.message)
     return values
@@ -473,8 +476,8 @@ def parse_config(raw):
     problem = "this is YAML"
     if text.lstrip()[:1] in ("{", "["):  # YAML forbids the tabs that JSON allows
         try:
-            return read_json(text)
-        except ValueError as error:
+            return cleaned(read_json(text))  # which also tells what is too deep for a later reader
+        except (ValueError, RecursionError) as error:
             problem = f"not JSON: {one_line(error)}"
     try:
         import yaml
@@ -944,8 +947,9 @@ def open_session(connection, url):
     requests = need_requests()
     session = requests.Session()
     session.trust_env = False
-    session.mount("http://", adapter_for(connection))
-    session.mount("https://", adapter_for(connection))
+    adapter = adapter_for(connection)
+    session.mount("http://", adapter)
+    session.mount("https://", adapter)
     for name in ("CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
         if os.environ.get(name):
             session.verify = os.environ[name]
@@ -1237,7 +1241,8 @@ def provider_table(settings):
 
 
 def ports_of(entry):
-    return {urlsplit(url).port for url in (entry["url"], *entry.get("fallback", []))} - {None}
+    """The ports of a server's base URLs, and None for one that names no port."""
+    return {urlsplit(url).port for url in (entry["url"], *entry.get("fallback", []))}
 
 
 def named_backend(settings, environ=os.environ):
@@ -1312,17 +1317,17 @@ def answering(named, table, environ, notices):
     if named:
         candidates = [named] + [Backend(named.name, named.entry, url, key=named.key)
                                 for url in named.entry["fallback"]]
-        found = first_good(
-            [(backend, "models") for backend in candidates], lambda status, _: status > 0
-        )
     else:
         local = [(name, entry) for name, entry in table.items() if entry.get("local")]
         places = [(name, entry, url) for name, entry in local
                   for url in (entry["url"], *entry.get("fallback", []))]
         places.sort(key=lambda place: ".docker.internal" in place[2])  # this machine first
         candidates = [with_key(Backend(*place), environ) for place in places]
-        found = first_good([(backend, "models") for backend in candidates],
-                           lambda status, data: bool(model_ids(status, data)))
+
+    def is_meant(status, data):
+        return status > 0 if named else bool(model_ids(status, data))
+
+    found = first_good([(backend, "models") for backend in candidates], is_meant)
     if found:
         backend = candidates[found[0]]
         if backend is not named:
@@ -1518,7 +1523,7 @@ def events(rows):
     stray = []  # lines before the first event: perhaps of a body that is no event stream
     is_stream = False
     for line in rows:
-        if line.startswith(b"\xef\xbb\xbf"):
+        if not is_stream and line.startswith(b"\xef\xbb\xbf"):
             line = line[3:]
         field, _, value = line.partition(b":")
         if value[:1] == b" ":
@@ -2505,8 +2510,8 @@ def gguf_header(file):
         kind, count = number(4), number(8)
         if kind == GGUF_TEXT:
             return [text() for _ in range(count)]
-        size = count * GGUF_SIZES.get(kind, MOST_TEXT + 1)
-        return read(size) and None
+        read(count * GGUF_SIZES.get(kind, MOST_TEXT + 1))
+        return None
 
     if file.read(4) != b"GGUF":
         raise ValueError("this is no GGUF file")
@@ -3022,10 +3027,12 @@ def prompt_tokens(usage, timings):
 
 
 
-def read_reply(incoming, reply):
+def read_reply(incoming, reply, tags=None):
     """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's
-    own `waiting`.
+    own `waiting`. tags: the ThinkTags that part its answer, or None.
     """
+    if tags:
+        incoming = split_thinking(incoming, tags)
     kept = 0  # characters
     for kind, value in incoming:
         if kind == "answer" or (kind == "reasoning" and reply.thought is not None):
@@ -3213,13 +3220,7 @@ class Conversation:
         """
         # else it is no call that could be shown, and its result says why
         if call["arguments"] is not None:
-            yield {
-                "type": "tool_call",
-                "id": call["id"],
-                "name": call["name"],
-                "arguments": call["arguments"],
-                "preview": lambda: self.toolbox.shown(call),
-            }
+            yield {**tool_call_event(call), "preview": lambda: self.toolbox.shown(call)}
         work = self.toolbox.run(call)
         while True:
             try:
@@ -3335,7 +3336,7 @@ class Conversation:
             self.settings["watchdogTimeout"],
             self.settings["firstTokenTimeout"],
         )
-        for event in read_reply(split_thinking(self.call, tags) if tags else self.call, reply):
+        for event in read_reply(self.call, reply, tags):
             yield event
             yield from self.what_is_to_be_said()
             if self.ending == "wanted":  # Ctrl-C
@@ -3485,7 +3486,10 @@ class Conversation:
         finally:
             work.close()
             del self.replies[before:]
-        answer = reply.answer.getvalue().rpartition(THINK_END)[2].strip()
+        answer = reply.answer.getvalue()
+        if self.backend.entry["thinkTags"]:  # the template may have opened the block all the same
+            answer = answer.split(THINK_END, 1)[-1]
+        answer = answer.strip()
         if not answer or reply.finish == "length":
             raise MMError("empty", f"the summary was {'cut' if answer else 'empty'}")
         return answer
@@ -3526,6 +3530,11 @@ class Conversation:
             self.started,
             self.timeline,
         )
+
+
+def tool_call_event(call):
+    """The event of a finished call (see Calls.finished)."""
+    return {"type": "tool_call", **{key: call[key] for key in EVENTS["tool_call"]}}
 
 
 def without_thought(message):
@@ -4727,18 +4736,12 @@ def replay(path, make_tags=lambda: None):
         try:
             tap = Tap(io.BytesIO(stream))
             incoming = deltas(b"".join(iter(tap.read, b"")).splitlines(), backend, path)
-            tags = make_tags()
-            shown = read_reply(split_thinking(incoming, tags) if tags else incoming, reply)
+            shown = read_reply(incoming, reply, make_tags())
             yield from (event for event in shown if event["type"] != "waiting")
             calls = reply.calls.finished() if reply.finish != "length" else []
             for call in calls:
                 if call["arguments"] is not None:
-                    yield {
-                        "type": "tool_call",
-                        "id": call["id"],
-                        "name": call["name"],
-                        "arguments": call["arguments"],
-                    }
+                    yield tool_call_event(call)
             if not calls:
                 yield from verdict(reply, reply.answer.getvalue())
         except MMError as error:

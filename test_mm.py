@@ -610,9 +610,11 @@ def everything(messages):
     ("model: ~", "model", ""), ("system: off", "system", "off"), ("showThinking: off", "showThinking", False),
     ("showThinking: Yes", "showThinking", True), ("watchdogTimeout: 5e-4", "watchdogTimeout", 0.0005),
     ("watchdogTimeout:", "watchdogTimeout", 20.0), ("retries: '3'", "retries", 3), ("maxSteps: 7.0", "maxSteps", 7),
-    ("compactAt: 0", "compactAt", 0), ("tools: a, b", "tools", ["a", "b"]), ("tools: [a, b]", "tools", ["a", "b"]),
+    ("compactAt: 0", "compactAt", 0), ("tools: ~", "tools", []), ("tools:", "tools", []), ("tools: a, b", "tools", ["a", "b"]), ("tools: [a, b]", "tools", ["a", "b"]),
     ("sampling: {temperature: 5e-4, stop: '\"5\"', seed: 5, logprobs: true, x: off}", "sampling",
      {"temperature": 0.0005, "stop": "5", "seed": 5, "logprobs": True, "x": "off"}),
+    ("providers: {box: {like: ollama, fallback: ~, apiKeyEnv: ~}}", "providers", {"box": {"like": "ollama"}}),
+    ('{"providers": {"box": {"like": "ollama", "fallback": null, "apiKeyEnv": null}}}', "providers", {"box": {"like": "ollama"}}),
     ("providers: {box: {like: ollama, fallback: '', local: no}}", "providers",
      {"box": {"like": "ollama", "fallback": [], "local": False}}),
     ('\ufeff{\n\t"model": "j",\n\t"retries": 2}', "retries", 2), ("\ufeffmodel: b\r\nretries: 4\r\n", "retries", 4), ("", "retries", 1),
@@ -634,6 +636,7 @@ def test_a_config_value_is_what_was_written(load, content, key, value):
     ("model: a\nsampling:\n\tseed: 1", ["line 3", "tab"]), ("tools: [a, b\nmodel: m", ["line 2"]),
     ('system: "D:\\notes\\q"', ["line 1"]), ("model: `q`", ["line 1"]), ("system: *nowhere", ["line 1", "nowhere"]),
     (b"retries: 1\nsystem: na\xefve", ["line 2", "UTF-8"]), (b"\x00\x01\x02model: m", []), pytest.param("a: " + "[" * 5000, [], id="deep"),
+    ("sampling: &a {b: *a}", ["line 1", "recursive"]), pytest.param('{"sampling": {"a": ' + "[" * 2000 + "]" * 2000 + "}}", ["too deeply"], id="deep JSON"),
 ])
 def test_a_fault_in_the_config_is_one_line_that_names_file_and_place(load, content, tokens):
     raised = fault(load, content)
@@ -2863,6 +2866,16 @@ def test_a_summary_that_would_itself_be_too_big_is_cut_to_fit_each_message_to_it
     asked = server.arrived().body["messages"][0]["content"]
     assert len(asked) < 2000 * 3.5 and all(f"question-{number} " in asked and f"answer-{number}" in asked for number in range(20))
     assert text(events) == "ok" and len(server.posts) == 2
+
+
+@pytest.mark.parametrize("tags, summary", [(False, "tags end with </think>"), ("open", "the sum")])
+def test_a_closing_tag_in_a_summary_is_text_unless_the_provider_s_tags_are_parted(serve, tags, summary):
+    body = "tags end with </think>" if tags is False else "I count.</think>the sum"
+    conversation = agent(serve(stream(chunk(body) + STOP), stream(OK)), contextWindow=10)
+    conversation.backend.entry["thinkTags"] = tags
+    conversation.history += [user("one " * 20), assistant("two")]
+    ask(conversation, "three")
+    assert conversation.history[0]["content"] == mm.SUMMED_UP + summary
 
 
 def test_a_window_that_nobody_knows_is_no_reason_to_leave_anything_out_of_a_summary(serve):
