@@ -900,8 +900,8 @@ def need_requests():
     return requests
 
 
-def adapter_for(connection):
-    """requests' HTTPAdapter, but each socket that urllib3 makes for it is shown to a Connection.
+def adapter_for(connection, proxy):
+    """requests' HTTPAdapter, but the socket that urllib3 makes for it is shown to a Connection.
 
     An adapter has a manager of pools, and one for each proxy; a pool makes urllib3's connections,
     and those make their socket in _new_conn. A pool for SOCKS goes its own way.
@@ -925,15 +925,15 @@ def adapter_for(connection):
     adapter = HTTPAdapter()
     pools = {"http": shown(HTTPConnectionPool), "https": shown(HTTPSConnectionPool)}
     adapter.poolmanager.pool_classes_by_scheme = pools
-    manager_for = adapter.proxy_manager_for
+    if proxy and not proxy.lower().startswith("socks"):
+        manager_for = adapter.proxy_manager_for
 
-    def proxy_manager_for(proxy, **kwargs):
-        manager = manager_for(proxy, **kwargs)
-        if not proxy.lower().startswith("socks"):
+        def proxy_manager_for(*args, **kwargs):
+            manager = manager_for(*args, **kwargs)
             manager.pool_classes_by_scheme = pools
-        return manager
+            return manager
 
-    adapter.proxy_manager_for = proxy_manager_for
+        adapter.proxy_manager_for = proxy_manager_for
     return adapter
 
 
@@ -947,9 +947,6 @@ def open_session(connection, url):
     requests = need_requests()
     session = requests.Session()
     session.trust_env = False
-    adapter = adapter_for(connection)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
     for name in ("CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
         if os.environ.get(name):
             session.verify = os.environ[name]
@@ -959,6 +956,9 @@ def open_session(connection, url):
     if not is_near(urlsplit(url).hostname or ""):
         session.proxies = requests.utils.get_environ_proxies(url)
         proxy = requests.utils.select_proxy(url, session.proxies) or ""
+    adapter = adapter_for(connection, proxy)
+    session.mount("http://", adapter)
+    session.mount("https://", adapter)
     return session, proxy
 
 
@@ -1509,6 +1509,7 @@ class Tap:
         return b""
 
     def close(self):
+        self.pieces.close()  # it holds this Tap, as this Tap holds it: both would stay in memory
         self.raw.close()
 
 
