@@ -887,16 +887,9 @@ def need_requests():
     """
     try:
         import requests
-    except OSError as error:  # in mm.pyz: no place for the certificates
-        raise MMError(
-            "config", f"the package requests cannot be loaded: {one_line(error, 200)}"
-        ) from None
-    except ImportError:
-        raise MMError(
-            "config",
-            "mm needs the package requests: "
-            f"{sys.executable} -m pip install requests, or uv run mm.py",
-        ) from None
+    except (ImportError, OSError) as error:  # OSError: in mm.pyz, no place for the certificates
+        raise MMError("config", f"mm needs the package requests ({one_line(error, 200)}): "
+                      f"{sys.executable} -m pip install requests, or uv run mm.py") from None
     return requests
 
 
@@ -1050,23 +1043,19 @@ def first_good(asked, accept):
     JSON), or None. Those before it are waited for until they have failed, or PROBE_SECONDS are
     over; a thread that still looks up a name is left behind.
     """
-    answers, news = {}, queue.SimpleQueue()
-    connections = [Connection() for _ in asked]
-    deadline = time.monotonic() + PROBE_SECONDS
+    answers, connections = {}, [Connection() for _ in asked]
 
     def ask(index):
         answers[index] = fetch(connections[index], *asked[index])
-        news.put(index)
 
-    for index in range(len(asked)):
-        threading.Thread(target=ask, args=(index,), daemon=True).start()
+    threads = [threading.Thread(target=ask, args=(index,), daemon=True)
+               for index in range(len(asked))]
+    deadline = time.monotonic() + PROBE_SECONDS
+    for thread in threads:
+        thread.start()
     found = None
-    for index in range(len(asked)):
-        while index not in answers and time.monotonic() < deadline:
-            try:
-                news.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                pass
+    for index, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
         if index in answers and accept(*answers[index]):
             found = (index, *answers[index])
             break
@@ -1076,21 +1065,19 @@ def first_good(asked, accept):
 
 
 def model_ids(status, data):
-    """The ids of a model list, most usable first, or None if it is no model list (Ollama without
-    models says data: null).
+    """The ids of a model list, those that are loaded and chat first; None if it is no model list.
     """
-    if not isinstance(data, dict) or status != 200 or not isinstance(data.get("data", ""), (list, type(None))):
+    entries = data.get("data", "") if isinstance(data, dict) and status == 200 else ""
+    if not isinstance(entries, (list, type(None))):
         return None
-    entries = [
-        entry
-        for entry in data["data"] or []
-        if isinstance(entry, dict) and isinstance(entry.get("id"), str)
-    ]
+    entries = [entry for entry in entries or []  # Ollama without models says data: null
+               if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
-    def rank(entry):  # a model that is loaded (llama.cpp's router tells), and one that chats
-        state = entry.get("status")
-        unloaded = isinstance(state, dict) and state.get("value") not in (None, "loaded", "sleeping")
+    def rank(entry):
+        state = entry.get("status")  # of llama.cpp's router
+        unloaded = isinstance(state, dict) and state.get("value") == "unloaded"
         return unloaded, "embed" in entry["id"].lower()
+
     return [clean(entry["id"]) for entry in sorted(entries, key=rank)]
 
 
@@ -1119,13 +1106,14 @@ class Backend:
         self.url, self.query = base_url(url or self.entry["url"])
 
     def endpoint(self, path):
+        """The URL of a path below the base URL; below the server's root if it begins with "/"."""
         base = self.url
         if path.startswith("/"):
             base = re.sub(r"(/engines(/llama\.cpp)?)?/v1$", "", base)
-        path = path.replace("{model}", quoted(self.model)).lstrip("/")
-        return f"{base}/{path}" + (
-            f"{'&' if '?' in path else '?'}{self.query}" if self.query else ""
-        )
+        url = f"{base}/{path.lstrip('/')}".replace("{model}", quoted(self.model))
+        if self.query:
+            url += ("&" if "?" in path else "?") + self.query
+        return url
 
     def headers(self):
         """Identity, since a compressed stream comes in lumps; a local server gets a dummy key, as
@@ -1147,13 +1135,8 @@ class Backend:
         """`text` without the key, and without what a URL can hold that is secret, however a server
         echoes them.
         """
-        parts = urlsplit(self.url)
-        pair = f"{parts.username or ''}:{parts.password}" if parts.password else ""
-        for secret in filter(None, (self.key, parts.password, self.query)):
+        for secret in filter(None, (self.key, urlsplit(self.url).password, self.query)):
             text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
-        if pair:
-            import base64
-            text = text.replace(base64.b64encode(pair.encode()).decode(), "***")
         return text
 
     def key_advice(self):
@@ -1165,17 +1148,14 @@ class Backend:
 
     def start_advice(self):
         start = self.entry["start"]
-        return (
-            f"start it with `{start}`" if start else "is it running, and is the URL right?"
-        ) + self.container_advice()
+        advice = f"start it with `{start}`" if start else "is it running, and is the URL right?"
+        return advice + self.container_advice()
 
     def container_advice(self):
         host = urlsplit(self.url).hostname or ""
-        if in_container() and is_near(host) and not host.endswith(".docker.internal"):
-            return (
-                "; inside a container, localhost is the container: the host is host.docker.internal"
-            )
-        return ""
+        if not in_container() or not is_near(host) or host.endswith(".docker.internal"):
+            return ""
+        return "; inside a container, localhost is the container: the host is host.docker.internal"
 
 
 def in_container():
@@ -1195,20 +1175,21 @@ def base_url(text):
     slash too many goes, and so does the /chat/completions of a whole endpoint.
     """
     url = text.strip()
-    # a port alone
-    url = "localhost:" + url.lstrip(":") if re.fullmatch(r":?\d{2,5}(/.*)?", url) else url
+    if re.fullmatch(r":?\d{2,5}(/.*)?", url):  # a port alone
+        url = "localhost:" + url.lstrip(":")
     if "://" not in url:
         host = re.split(r"[/:?]", url.lstrip("["))[0]
         has_port = re.match(r"\[|[^/?]*:\d", url)
-        local = is_near(host) or "." not in host or re.match(r"[\d.]+$", host) or has_port
+        local = has_port or is_near(host) or re.fullmatch(r"[^.]*|[\d.]+", host)
         url = ("http://" if local else "https://") + url
     try:
         parts = urlsplit(url)
+        good = parts.scheme.lower() in ("http", "https") and parts.hostname
         parts.port  # raises when it is no port
     except ValueError:
-        parts = None
-    if not parts or parts.scheme.lower() not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
-        shown = re.sub(r"//[^/]*@", "//***@", text.partition("?")[0])
+        good = False
+    if not good or re.search(r"\s", url):
+        shown = re.sub(r"//[^/]*@", "//***@", url.partition("?")[0])
         raise MMError("config", f"{one_line(shown, 80)} is not an http(s) URL")
     path = re.sub(r"/+", "/", parts.path).rstrip("/")
     path = re.sub(r"/(chat/completions|completions|models)$", "", path)
@@ -1221,28 +1202,19 @@ def provider_table(settings):
     """PROVIDERS with the config's own entries and overrides. Raises MMError("config")."""
     table = dict(PROVIDERS)
     for name, own in settings["providers"].items():
+        where = f"{settings.source('providers')}.{name}"
         like = own.get("like", name)
         if like not in PROVIDERS and "like" in own:
-            raise MMError(
-                "config",
-                f"{settings.source('providers')}.{name}.like: no provider is called {one_line(like, 40)}: "
-                + ", ".join(PROVIDERS),
-            )
-        base = dict(PROVIDERS.get(like, PLAIN))
+            raise MMError("config", f"{where}.like: no provider is called {one_line(like, 40)}: "
+                          + ", ".join(PROVIDERS))
+        table[name] = {**PROVIDERS.get(like, PLAIN), **own}
         if "url" in own:
-            blaming(f"{settings.source('providers')}.{name}.url", base_url, own["url"])
-            base["fallback"] = []  # another machine's fallback is no fallback
-        table[name] = {**base, **own}
+            blaming(f"{where}.url", base_url, own["url"])
+            # another machine's fallback is no fallback
+            table[name]["fallback"] = own.get("fallback", [])
         if not table[name]["url"]:
-            raise MMError(
-                "config", f"{settings.source('providers')}.{name}: wants a url, or `like: NAME`"
-            )
+            raise MMError("config", f"{where}: wants a url, or `like: NAME`")
     return table
-
-
-def ports_of(entry):
-    """The ports of a server's base URLs, and None for one that names no port."""
-    return {urlsplit(url).port for url in (entry["url"], *entry.get("fallback", []))}
 
 
 def named_backend(settings, environ=os.environ):
@@ -1251,27 +1223,28 @@ def named_backend(settings, environ=os.environ):
 
     Raises MMError("config").
     """
-    table = provider_table(settings)
-    name, url, notices = settings["provider"].strip(), settings["url"].strip(), []
+    table, notices = provider_table(settings), []
+    name, url = settings["provider"].strip(), settings["url"].strip()
     if name and name not in table:
-        raise MMError(
-            "config",
-            f"{settings.source('provider')}: no provider is called {one_line(name, 40)}"
-            f"{did_you_mean(name, table)}: {', '.join(table)}",
-        )
-    is_hosted = name in table and not table[name].get("local")
+        raise MMError("config", f"{settings.source('provider')}: no provider is called "
+                      f"{one_line(name, 40)}{did_you_mean(name, table)}: {', '.join(table)}")
+    is_hosted = name and not table[name].get("local")
     if is_hosted and url and settings.is_option("provider") and not settings.is_option("url"):
         # or its key would go there
         notices.append(f"-p {name} puts {settings.source('url')} aside")
         url = ""
     if not name and not url:
         return None, []
-    if url:
+    if url and not name:
+        # The port tells which server it is, of mm's own alone: a key that the config names for
+        # another must not follow its port to any host.
         port = urlsplit(blaming(settings.source("url"), base_url, url)[0]).port
-        # mm's own servers only: a key that the config names for another must not follow its port to
-        # any host
-        name = name or next((n for n, row in PROVIDERS.items() if port and port in ports_of(row)), "")
-    entry = {**(table[name] if name else PLAIN), **({"fallback": []} if url else {})}
+        ports = {urlsplit(place).port: name for name, entry in PROVIDERS.items()
+                 for place in [entry["url"], *entry.get("fallback", [])]}
+        name = ports[port] if port in ports and port else ""
+    entry = table[name] if name else PLAIN
+    if url:
+        entry = {**entry, "fallback": []}
     return with_key(Backend(name, entry, url), environ), notices
 
 
@@ -1288,22 +1261,19 @@ def resolve(settings, environ=os.environ, needs_model=True, named=None):
         backend, ids = answering(backend, provider_table(settings), environ, notices)
     backend.model = settings["model"].strip() or backend.entry["model"]
     if needs_model and not backend.model:
-        backend.model = first_model(backend, ids, notices)
+        backend.model = first_model(backend, ids)
+        notices.append(f"using the model {backend.model}")
     return backend, notices
 
 
 def with_key(backend, environ):
+    """The Backend with the key that its variable holds. Raises MMError("config")."""
     variable = backend.entry.get("apiKeyEnv") or ""
-    backend.key = environ.get(variable, "").strip() if variable else ""
-    odd = next(
-        (place for place, char in enumerate(backend.key, 1) if not 33 <= ord(char) <= 126), 0
-    )
+    backend.key = environ.get(variable, "").strip()
+    odd = re.search("[^!-~]", backend.key)
     if odd:
-        raise MMError(
-            "config",
-            f"${variable}: character {odd} of the key is one that an HTTP header cannot carry: "
-            "copy the key anew",
-        )
+        raise MMError("config", f"${variable}: character {odd.start() + 1} of the key is one that "
+                      "an HTTP header cannot carry: copy the key anew")
     return backend
 
 
@@ -1318,11 +1288,10 @@ def answering(named, table, environ, notices):
         candidates = [named] + [Backend(named.name, named.entry, url, key=named.key)
                                 for url in named.entry["fallback"]]
     else:
-        local = [(name, entry) for name, entry in table.items() if entry.get("local")]
-        places = [(name, entry, url) for name, entry in local
-                  for url in (entry["url"], *entry.get("fallback", []))]
-        places.sort(key=lambda place: ".docker.internal" in place[2])  # this machine first
-        candidates = [with_key(Backend(*place), environ) for place in places]
+        candidates = [with_key(Backend(name, entry, url), environ)
+                      for name, entry in table.items() if entry.get("local")
+                      for url in [entry["url"], *entry.get("fallback", [])]]
+        candidates.sort(key=lambda backend: ".docker.internal" in backend.url)
 
     def is_meant(status, data):
         return status > 0 if named else bool(model_ids(status, data))
@@ -1335,13 +1304,13 @@ def answering(named, table, environ, notices):
         return backend, model_ids(*found[1:])
     if named:
         return named, None
-    ports = ", ".join(f"{name} :{urlsplit(entry['url']).port}" for name, entry in local)
-    hint = "in a container, start one on the host" if in_container() else "start one, such as `llama-server -m MODEL.gguf`"
-    raise MMError(
-        "unreachable",
-        f"no model server answers here ({ports}): {hint}, or name one with --url or -p; "
-        "mm --demo needs none",
-    )
+    ports = {backend.name: urlsplit(backend.entry["url"]).port for backend in candidates}
+    start = "start one, such as `llama-server -m MODEL.gguf`"
+    if in_container():
+        start = "in a container, start one on the host"
+    raise MMError("unreachable", "no model server answers here ("
+                  + ", ".join(f"{name} :{port}" for name, port in ports.items())
+                  + f"): {start}, or name one with --url or -p; mm --demo needs none")
 
 
 def takes_first_model(backend):
@@ -1349,57 +1318,44 @@ def takes_first_model(backend):
     return backend.entry["local"] or backend.plain
 
 
-def first_model(backend, ids, notices):
+def first_model(backend, ids):
+    """The model to use where none is named. ids: those of the server's list, None if not asked."""
     if ids is None and takes_first_model(backend):
         status, data = ask_models(backend)
         ids = model_ids(status, data)
         if ids is None:
             raise no_models_error(backend, status, data)
     if ids:
-        notices.append(f"using the model {ids[0]}")
         return ids[0]
     if ids == [] and backend.entry["local"]:
         get = backend.entry["get"].format(model="MODEL")
         raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: {get}")
-    own = "" if backend.name in PROVIDERS else ", or local: true in the config, which takes its first"
-    raise MMError(
-        "config",
-        f"no model is named: say -m MODEL (mm --models lists those of {backend.name}){own}",
-    )
+    own = "" if backend.name in PROVIDERS else ", or local: true in the config: then its first is used"
+    raise MMError("config", "no model is named: say -m MODEL "
+                  f"(mm --models lists those of {backend.name}){own}")
 
 
 def ask_models(backend):
     """-> (status, model list) or (0, MMError)."""
     found = first_good([(backend, "models")], lambda status, data: True)
-    slow = MMError(
-        "unreachable",
-        f"{show_url(backend.url)} took the connection and gave no model list within {PROBE_SECONDS:g} s: "
-        "is it busy? (-m MODEL needs none)",
-    )
+    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and gave no model "
+                   f"list within {PROBE_SECONDS:g} s: is it busy? (-m MODEL needs none)")
     return found[1:] if found else (0, slow)
 
 
 def no_models_error(backend, status, data):
     """MMError for a server that gave no model list but this (see ask_models)."""
-    where = show_url(backend.endpoint("models"))
     if not status and data.kind == "interrupted":
-        return MMError(
-            "unreachable",
-            compose(f"{show_url(backend.url)}: {data.message}", "", backend.start_advice()),
-        )
+        message = compose(f"{show_url(backend.url)}: {data.message}", "", backend.start_advice())
+        return MMError("unreachable", message)
     if not status:
         return data
+    where, code = show_url(backend.endpoint("models")), f"HTTP {status}"
     if status in (401, 403):
         refuses = "refuses the key" if backend.key else "wants a key"
-        return MMError(
-            "auth", compose(f"{where} {refuses}", f"HTTP {status}", backend.key_advice())
-        )
-    return MMError(
-        "not_found",
-        compose(
-            f"{where} gives no model list", f"HTTP {status}", "is the URL right (most end in /v1)?"
-        ),
-    )
+        return MMError("auth", compose(f"{where} {refuses}", code, backend.key_advice()))
+    advice = "is the URL right (most end in /v1)?"
+    return MMError("not_found", compose(f"{where} gives no model list", code, advice))
 
 
 # -- what a server says of itself
@@ -1410,14 +1366,15 @@ def dig(data, path, model):
     """
     for key in path.split("."):
         if key == "[]":
-            entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
-            ids = ("id", "model", "name", "key", "Model")
-            data = next(
-                (e for e in entries if any(same_model(str(e.get(key, "")), model) for key in ids)),
-                entries[0] if len(entries) == 1 else None,
-            )
-        elif isinstance(data, list):
-            data = data[int(key)] if key.isdigit() and int(key) < len(data) else None
+            entries = [e for e in data if isinstance(e, dict)] if isinstance(data, list) else []
+            data = entries[0] if len(entries) == 1 else None
+            for entry in entries:
+                names = (entry.get(key, "") for key in ("id", "model", "name", "key", "Model"))
+                if any(same_model(str(name), model) for name in names):
+                    data = entry
+                    break
+        elif isinstance(data, list) and key.isdigit():
+            data = data[int(key)] if int(key) < len(data) else None
         else:
             data = data.get(key) if isinstance(data, dict) else None
     return data
@@ -1436,17 +1393,23 @@ def probe(backend):
     tokens, or 0; tools: whether the model's template takes tools, or None where that is not told.
     """
     status, data = ask_models(backend)
-    ids, pages, window, tools = model_ids(status, data), {"models": data}, 0, None
+    about = {"models": model_ids(status, data), "fault": None, "window": 0, "tools": None}
+    if about["models"] is None:
+        about["fault"] = no_models_error(backend, status, data)
+        return about
+    pages = {"models": data}
 
-    def told(path, keys):
+    def read(path, keys):
         if path not in pages:
             pages[path] = fetch_page(backend, path)
         return dig(pages[path], keys, backend.model)
-    if ids is not None:
-        window = next(filter(None, (as_int(told(*place)) for place in backend.entry["window"])), 0)
-        tools = told(*backend.entry["tools"]) if backend.entry["tools"] else None
-    return {"models": ids, "fault": None if ids is not None else no_models_error(backend, status, data), "window": window,
-            "tools": tools if isinstance(tools, bool) else None}
+
+    for path, keys in backend.entry["window"]:
+        about["window"] = about["window"] or as_int(read(path, keys))
+    if backend.entry["tools"]:
+        tools = read(*backend.entry["tools"])
+        about["tools"] = tools if isinstance(tools, bool) else None
+    return about
 
 
 # ==================================================================================================
