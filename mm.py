@@ -2090,14 +2090,17 @@ class Echo:
         self.rendered = {}     # (model, whether tools are offered): what thoughts_rendered() told
         self.refusing = set()  # models whose template refused it
 
-    def thought_of(self, text, tokens, served):
-        """{"thought": …} for the message of an answer that is whole, or {}. Notes what the server
-        called the model (served).
+    def label(self, reply):
+        """{"thought": …} for the message of a Reply that is whole, or {}. Notes what the server
+        calls the model.
         """
-        model = self.backend.model
-        self.served[model] = served
-        thought = {"text": text, "field": self.backend.entry["echo"], "maker": (model, served), "tokens": max(1, tokens)}
-        return {"thought": thought} if self.on and text.strip() else {}
+        model, text = self.backend.model, reply.thought.getvalue()
+        self.served[model] = reply.model
+        if not self.on or not text.strip():
+            return {}
+        return {"thought": {"text": text, "field": self.backend.entry["echo"],
+                            "maker": (model, reply.model),
+                            "tokens": max(1, reply.produced_tokens()[0])}}
 
     def thoughts(self, history, tools):
         """{place in the history: its thought} of what goes with the next request.
@@ -2938,8 +2941,8 @@ class Reply:
     """
 
     def __init__(self, timeline=None, keep=False):
-        self.answer, self.timeline = io.StringIO(), timeline or Timeline()
-        self.thought = [] if keep else None
+        self.timeline = timeline or Timeline()
+        self.answer, self.thought, self.keep = io.StringIO(), io.StringIO(), keep
         self.calls = Calls()
         self.finish, self.usage, self.timings = None, None, None
         self.model, self.id = "", ""  # as the server calls them
@@ -2963,23 +2966,37 @@ class Reply:
         self.last = now
         self.timeline.add(kind, 1, now)
 
-
     def count_prompt(self, processed):
         """Counts the prompt tokens read since the last report: llama.cpp tells it once in 2,048."""
         now, new = time.monotonic(), max(0, processed - self.prompt_read)
         self.timeline.add("prompt", new, now, self.prompt_told)
         self.prompt_read, self.prompt_told = max(processed, self.prompt_read), now
 
+    def write(self, kind, text):
+        """Keeps text of the answer, and of the thinking where it is to go back."""
+        if kind == "answer":
+            self.answer.write(text)
+        elif self.keep:
+            self.thought.write(text)
+        if self.answer.tell() + self.thought.tell() > MAX_LINE:
+            raise MMError("protocol", f"the answer passed {MAX_LINE >> 20} Mi characters")
+
     def produced_tokens(self):
         """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta
         is a token.
         """
-        counted, usage = sum(self.tokens.values()), self.usage or {}
+        usage, counted = self.usage or {}, sum(self.tokens.values())
+        produced = as_int(usage.get("completion_tokens"))
+        produced = produced or as_int((self.timings or {}).get("predicted_n")) or counted
         details = usage.get("completion_tokens_details")
-        produced = as_int(usage.get("completion_tokens")) or as_int((self.timings or {}).get("predicted_n")) or counted
         thinking = as_int(details.get("reasoning_tokens")) if isinstance(details, dict) else 0
-        thinking = thinking or (produced * self.tokens["reasoning"] // counted if counted else 0)
+        if counted and not thinking:
+            thinking = produced * self.tokens["reasoning"] // counted
         return thinking, max(0, produced - thinking)
+
+    def finished_calls(self):
+        """The calls of the answer; none where it was cut, as the last one may be torn."""
+        return self.calls.finished() if self.finish != "length" else []
 
 
 def prompt_tokens(usage, timings):
@@ -2987,7 +3004,8 @@ def prompt_tokens(usage, timings):
     timings; 0 where neither tells.
     """
     usage, timings = usage or {}, timings or {}
-    return as_int(usage.get("prompt_tokens")) or as_int(timings.get("prompt_n")) + as_int(timings.get("cache_n"))
+    read, cached = as_int(timings.get("prompt_n")), as_int(timings.get("cache_n"))
+    return as_int(usage.get("prompt_tokens")) or read + cached
 
 
 
@@ -2997,33 +3015,29 @@ def read_reply(incoming, reply, tags=None):
     """
     if tags:
         incoming = split_thinking(incoming, tags)
-    kept = 0  # characters
     for kind, value in incoming:
-        if kind == "answer" or (kind == "reasoning" and reply.thought is not None):
-            kept += len(value)
-            if kept > MAX_LINE:
-                raise MMError("protocol", f"the answer passed {MAX_LINE >> 20} Mi characters")
-        if kind in ("reasoning", "answer"):
+        if kind in TOKENS:
             reply.count(kind)
-            if kind == "answer":
-                reply.answer.write(value)
-            elif reply.thought is not None:
-                reply.thought.append(value)
+        if kind in ("reasoning", "answer"):
+            reply.write(kind, value)
             yield {"type": kind, "text": value}
         elif kind == "waiting":
             yield {"type": "waiting", "seconds": value}
         elif kind == "call":
-            reply.count(kind)
             reply.calls.add(value)
         elif kind == "progress":
             reply.count_prompt(value[0])
             yield {"type": "progress", "processed": value[0], "total": value[1]}
-        elif kind == "finish":
-            # some servers say stop after tool_calls; a bare [DONE] says nothing
-            if not reply.finish or reply.finish == "stop":
-                reply.finish = value or reply.finish or ""
-        elif kind in ("usage", "timings", "model", "id"):
+        elif kind != "finish":  # usage, timings, model, id
             setattr(reply, kind, value)
+        elif not reply.finish or reply.finish == "stop":
+            # some servers say stop after tool_calls; a bare [DONE] says nothing
+            reply.finish = value or reply.finish or ""
+
+
+def notice(message, **more):
+    """The event that tells a person something. kind="empty": it explains exit code 1."""
+    return {"type": "notice", "message": message, **more}
 
 
 SUMMARY = ("Sum up the conversation below, so that it can be continued from your summary alone: what was asked, what was found and "
@@ -3041,23 +3055,23 @@ class Conversation:
     the server can. tap: an open file for the bytes of every stream, summaries too, or None.
     """
 
-    def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True, end_thinking=False,
-                 tap=None):
-        self.backend, self.settings, self.restartable, self.tap = backend, settings, restartable, tap
-        self.toolbox, self.record, self.session = toolbox or Toolbox(), record or (lambda item: None), session
+    def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True,
+                 end_thinking=False, tap=None):
+        self.backend, self.settings, self.session = backend, settings, session
+        self.toolbox, self.record = toolbox or Toolbox(), record or (lambda item: None)
+        self.restartable, self.may_end_thinking, self.tap = restartable, end_thinking, tap
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
         # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo)
         self.history = []
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
+        self.refused = set()  # optional request fields that this server does not take
+        self.notices = []     # what is to be said at the next occasion
         self.told_of_tags = False
-        self.refused = set()   # optional request fields that this server does not take
-        self.notices = []      # what is to be said at the next occasion
         # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C
         # counts too
         self.call = None
-        self.may_end_thinking = end_thinking
         # its thinking is to be ended ("wanted"), or the server was told so ("asked")
         self.ending = ""
         self.window, self.probes = settings["contextWindow"], 0
@@ -3065,14 +3079,16 @@ class Conversation:
         self.will_grow = False
         # so many messages of the history were so many tokens, as the server counted, thinking aside
         self.measured = (0, 0)
-        self.thought_tokens = 0   # of the thinking that went back with the last request
+        self.thought_tokens = 0  # of the thinking that went back with the last request
         self.begin()
 
     def begin(self):
+        """A new turn."""
         self.timeline = Timeline()
-        # partial: the answer so far of the call that runs
-        self.started, self.replies, self.partial = time.monotonic(), [], ""
-        self.no_summary = False  # one that failed is not asked for again in the same turn
+        self.started = time.monotonic()
+        self.replies = []
+        self.partial = ""  # the answer so far of the call that runs
+        self.can_sum_up = self.settings["compactAt"] > 0  # until a summary of this turn fails
         self.stopped = self.toolbox.stopped = False
 
     def ask(self, question, keep=None):
@@ -3114,13 +3130,13 @@ class Conversation:
 
     def what_is_to_be_said(self):
         while self.notices:
-            yield {"type": "notice", "message": self.notices.pop(0)}
+            yield notice(self.notices.pop(0))
 
     def interrupt(self):
         """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False
         where it can do neither.
         """
-        if self.call and self.can_end_thinking() and not self.ending:
+        if self.can_end_thinking():
             self.ending = "wanted"
             self.call.wake()
             return True
@@ -3132,19 +3148,16 @@ class Conversation:
         return True
 
     def can_end_thinking(self):
-        """Whether the model thinks right now and can be told to come to its answer."""
-        reply = self.replies[-1] if self.replies else None
-        if not reply or reply.timeline is not self.timeline:  # a summary's is not shown
+        """Whether the model thinks right now and can be told to come to its answer, once."""
+        if not self.may_end_thinking or not self.call or self.ending or not self.replies:
             return False
-        return bool(
-            self.may_end_thinking
-            and reply.id
-            and reply.tokens["reasoning"]
-            and not reply.tokens["answer"]
-            and self.protocol.applies_template
-            and "reasoning_control" in self.backend.entry["fields"]
-            and "reasoning_control" not in self.refused
-        )
+        fields = set(self.backend.entry["fields"]) - self.refused
+        if "reasoning_control" not in fields or not self.protocol.applies_template:
+            return False
+        reply = self.replies[-1]
+        is_shown = reply.timeline is self.timeline  # a summary's is not
+        is_thinking = reply.tokens["reasoning"] and not reply.tokens["answer"]
+        return bool(is_shown and is_thinking and reply.id)
 
     def steps(self):
         """Model calls and tool calls in turn, until the model answers."""
@@ -3153,30 +3166,20 @@ class Conversation:
             step += 1
             yield from self.make_room()
             reply = yield from self.model_call()
-            calls = reply.calls.finished() if reply.finish != "length" else []
-            answer, self.partial = reply.answer.getvalue(), ""
-            thought = self.echo.thought_of(
-                "".join(reply.thought or []), reply.produced_tokens()[0], reply.model
-            )
+            calls, answer, self.partial = reply.finished_calls(), reply.answer.getvalue(), ""
+            message = {"role": "assistant", "content": answer, **self.echo.label(reply)}
+            if calls:
+                message["tool_calls"] = calls
             if answer.strip() or calls:
-                self.remember(
-                    {
-                        "role": "assistant",
-                        "content": answer,
-                        **({"tool_calls": calls} if calls else {}),
-                        **thought,
-                    }
-                )
+                self.remember(message)
             self.measure(reply)
             if not calls:
-                yield from verdict(reply, answer)
+                yield from verdict(reply)
                 return
             for call in calls:
                 yield from self.tool_call(call)
-        raise MMError(
-            "steps",
-            f"stopped after {step} model calls in one turn: ask it to go on, or raise --max-steps (maxSteps)",
-        )
+        raise MMError("steps", f"stopped after {step} model calls in one turn: "
+                      "ask it to go on, or raise --max-steps (maxSteps)")
 
     def tool_call(self, call):
         """Runs or refuses one call. After a Ctrl-C, the rest have no result, and to_messages()
@@ -3193,13 +3196,8 @@ class Conversation:
                 ok, output = ended.value
                 break
         self.remember({"role": "tool", "tool_call_id": call["id"], "content": output})
-        yield {
-            "type": "tool_result",
-            "id": call["id"],
-            "name": call["name"],
-            "ok": ok,
-            "output": output,
-        }
+        yield {"type": "tool_result", "id": call["id"], "name": call["name"], "ok": ok,
+               "output": output}
         if self.toolbox.stopped:
             raise MMError("cancelled", "stopped")
 
@@ -3209,32 +3207,21 @@ class Conversation:
 
         make_body: for a request that is not the conversation's own (a summary): makes its bytes.
         """
-        tries, loading, compacted, started = 0, False, False, time.monotonic()
+        tries, loading, started = 0, False, time.monotonic()
+        think = False if make_body else self.think
         while True:
             reply = Reply(None if make_body else self.timeline, self.echo.on)
             self.replies.append(reply)
             try:
-                if make_body:
-                    yield from self.read(reply, make_body(), self.protocol.tags(False))
-                else:
-                    yield from self.read(reply, self.request(), self.protocol.tags(self.think))
+                body = make_body() if make_body else self.request()
+                yield from self.read(reply, body, self.protocol.tags(think))
                 return reply
             except MMError as error:
-                left_out = "" if make_body else (yield from self.leave_out(error, reply, compacted))
+                left_out = yield from self.leave_out(error, reply, make_body is not None)
                 if left_out:
-                    compacted = compacted or left_out == "turns"
                     continue
                 if not self.may_try_again(error, reply, tries, time.monotonic() - started):
                     raise
-                if error.again == "field":
-                    self.refused.add(error.field)
-                    # one that a person asked for, such as --no-think
-                    if error.field not in self.backend.entry["fields"]:
-                        yield {
-                            "type": "notice",
-                            "message": f"the server refuses {error.field}: asked again without it",
-                        }
-                    continue
                 if not (loading and error.again == "loading"):  # loading is said once
                     yield {"type": "retry", "reason": error.message}
                 loading = error.again == "loading"
@@ -3246,30 +3233,45 @@ class Conversation:
                     self.partial = reply.answer.getvalue() or self.partial
                 self.call, self.ending = None, ""
 
-    def leave_out(self, error, reply, compacted):
-        """Leaves out of the next request what it can do without, if the one that ended in `error`
-        was too much.
-
-        -> "thinking", "turns", or "" for nothing.
+    def leave_out(self, error, reply, for_summary):
+        """Leaves out of the next request what the one that ended in `error` was refused for: an
+        optional field, earlier thinking, or turns that do not fit. -> whether there was any.
         """
-        if reply.first_token is None and (yield from self.give_up_thoughts(error)):
-            return "thinking"
-        if error.kind != "overflow" or compacted or self.no_summary or not self.settings["compactAt"]:
-            return ""
-        self.window = self.window or error.window
-        return "turns" if (yield from self.compact()) else ""
+        if self.stopped or reply.first_token is not None:
+            return False
+        if error.again == "field" and error.field not in self.refused:
+            self.refused.add(error.field)
+            if error.field not in self.backend.entry["fields"]:  # it was asked for (--no-think)
+                yield notice(f"the server refuses {error.field}: asked again without it")
+            return True
+        if for_summary:
+            return False
+        refused = refuses_thoughts(error)
+        if self.thought_tokens and (refused or error.kind == "overflow"):
+            for message in self.history:
+                message.pop("thought", None)
+            why = "the context is full"
+            if refused:
+                self.echo.refusing.add(self.backend.model)
+                why = "the server refuses thinking in the history, and gets none from now on"
+            yield notice(f"{why}: asked again without the earlier thinking")
+            return True
+        if error.kind == "overflow" and self.can_sum_up:
+            self.window = self.window or error.window
+            return (yield from self.compact())
+        return False
 
     def may_try_again(self, error, reply, tries, elapsed):
         """Whether the call that ended in `error` is made once more (see MMError.again)."""
-        if self.stopped or not error.again or reply.finish is not None:
+        if self.stopped or reply.finish is not None or error.again in ("", "field"):
             return False
         if error.again == "loading":
-            return not self.settings["firstTokenTimeout"] or elapsed < self.settings["firstTokenTimeout"]
-        if error.again == "field":
-            return error.field not in self.refused
+            limit = self.settings["firstTokenTimeout"]
+            return not limit or elapsed < limit
         if error.again == "busy" and error.wait > LONGEST_WAIT:
             return False
-        return tries < self.settings["retries"] and (self.restartable or not reply.answer.getvalue())
+        can_be_taken_back = self.restartable or not reply.answer.tell()
+        return tries < self.settings["retries"] and can_be_taken_back
 
     def pause(self, seconds):
         started = time.monotonic()
@@ -3281,25 +3283,22 @@ class Conversation:
 
     def request(self):
         """The bytes of the next request."""
-        # options (-o) are the strongest: section 14 has laid them over the provider's own
-        tools, sampling = self.toolbox.schemas(), merged(self.settings["sampling"], self.backend.entry["sampling"])
+        tools = self.toolbox.schemas()
         thoughts = self.echo.thoughts(self.history, tools)
         self.thought_tokens = sum(thought["tokens"] for thought in thoughts.values())
-        return serialised(
-            self.protocol.body(
-                self.history, self.system, tools, sampling, self.think, self.refused, thoughts
-            )
-        )
+        # options (-o) are the strongest: section 14 has laid them over the provider's own
+        sampling = merged(self.settings["sampling"], self.backend.entry["sampling"])
+        return serialised(self.protocol.body(self.history, self.system, tools, sampling, self.think,
+                                             self.refused, thoughts))
 
     def read(self, reply, body, tags):
         """One request and its stream, as events. body: its bytes; tags: see Protocol.tags()."""
-        self.call = ModelCall(
-            lambda connection: self.protocol.stream(
-                body, connection, self.tap, self.notices.append
-            ),
-            self.settings["watchdogTimeout"],
-            self.settings["firstTokenTimeout"],
-        )
+        def open_stream(connection):
+            return self.protocol.stream(body, connection, self.tap, self.notices.append)
+
+        settings = self.settings
+        self.call = ModelCall(open_stream, settings["watchdogTimeout"],
+                              settings["firstTokenTimeout"])
         for event in read_reply(self.call, reply, tags):
             yield event
             yield from self.what_is_to_be_said()
@@ -3309,31 +3308,11 @@ class Conversation:
                     raise MMError("cancelled", "stopped")
         hint = truncation_hint(body, reply)
         if hint:
-            yield {"type": "notice", "message": hint}
+            yield notice(hint)
         if not self.told_of_tags and has_lone_end(reply.answer.getvalue()):
             self.told_of_tags = True
-            yield {
-                "type": "notice",
-                "message": "this answer has a closing </think> and no opening one: `thinkTags: open` "
-                "for this provider in the config parts the thinking from it",
-            }
-
-    def give_up_thoughts(self, error):
-        """Takes the thinking out of the history if the request that ended in `error` held some, and
-        it was too much or refused.
-
-        -> whether.
-        """
-        refused = refuses_thoughts(error)
-        if not self.thought_tokens or self.stopped or not (refused or error.kind == "overflow"):
-            return False
-        for message in self.history:
-            message.pop("thought", None)
-        if refused:
-            self.echo.refusing.add(self.backend.model)
-        why = "the server refuses thinking in the history, and gets none from now on" if refused else "the context is full"
-        yield {"type": "notice", "message": f"{why}: asked again without the earlier thinking"}
-        return True
+            yield notice("this answer has a closing </think> and no opening one: `thinkTags: open` "
+                         "for this provider in the config parts the thinking from it")
 
     # -- the context window
 
@@ -3343,28 +3322,26 @@ class Conversation:
         """
         tokens = prompt_tokens(reply.usage, reply.timings)
         if tokens:
-            self.measured = (
-                len(self.history),
-                max(0, tokens - self.thought_tokens) + reply.produced_tokens()[1],
-            )
+            answered = reply.produced_tokens()[1]
+            self.measured = len(self.history), max(0, tokens - self.thought_tokens) + answered
 
     def size(self):
         """Tokens that the next prompt has: what the server counted last, a fourth of the characters
-        since, and thinking (Echo).
-
-        For the latter, a server may be asked what its template renders, once for each model.
+        since, and the thinking that goes back.
         """
-        (count, tokens), tools = self.measured, self.toolbox.schemas()
-        tokens = tokens if count else tokens_in([self.system, tools])
+        count, tokens = self.measured
+        tools = self.toolbox.schemas()
+        if not count:
+            tokens = tokens_in([self.system, tools])
+        tokens += tokens_in([without_thought(message) for message in self.history[count:]])
         thoughts = self.echo.thoughts(self.history, tools)
-        return tokens + tokens_in([without_thought(message) for message in self.history[count:]]) \
-            + sum(thought["tokens"] for thought in thoughts.values())
+        return tokens + sum(thought["tokens"] for thought in thoughts.values())
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""
-        if self.settings["compactAt"] and (len(self.history) > 1 or self.will_grow):
-            window = self.find_window()
-            if window and self.size() > self.settings["compactAt"] * window and not self.no_summary:
+        if self.can_sum_up and (len(self.history) > 1 or self.will_grow):
+            room = self.settings["compactAt"] * self.find_window()
+            if room and self.size() > room:
                 yield from self.compact()
 
     def find_window(self):
@@ -3383,52 +3360,41 @@ class Conversation:
         Cut between turns, so never between a call and its result. Where only one turn is left, its
         older tool results go.
         """
-        questions = [
-            place for place, message in enumerate(self.history) if message["role"] == "user"
-        ]
-        cut = len(self.history) if everything else questions[-1] if questions else 0
+        cut = len(self.history)
+        while cut and not everything:
+            cut -= 1
+            if self.history[cut]["role"] == "user":
+                break
         # nothing is left to sum up
-        if cut == 0 or cut == 1 and self.history[0]["content"].startswith(SUMMED_UP):
+        if cut == 0 or (cut == 1 and self.history[0]["content"].startswith(SUMMED_UP)):
             return (yield from self.drop_results())
         try:
             summary = yield from self.summary(self.history[:cut])
         except MMError as error:
             if error.kind == "cancelled":
                 raise
-            self.no_summary = True
-            yield {
-                "type": "notice",
-                "message": f"the conversation could not be summed up, and stays as it is: {error.message}",
-            }
+            self.can_sum_up = False
+            yield notice("the conversation could not be summed up, and stays as it is: "
+                         + error.message)
             return False
-        self.replace_history(
-            [{"role": "user", "content": SUMMED_UP + summary}, *self.history[cut:]]
-        )
-        yield {
-            "type": "notice",
-            "message": f"the {cut} messages before this were replaced by a summary",
-        }
+        summary = {"role": "user", "content": SUMMED_UP + summary}
+        self.replace_history([summary, *self.history[cut:]])
+        yield notice(f"the {cut} messages before this were replaced by a summary")
         return True
 
     def drop_results(self):
         """Takes the tool results but the last two out of the only turn there is; -> whether there
         were any.
         """
-        places = [
-            place
-            for place, m in enumerate(self.history)
-            if m["role"] == "tool" and len(m["content"]) > 400
-        ][:-2]
-        if places:
-            dropped = {"content": "[This result was taken out to make room.]"}
-            self.replace_history(
-                [{**m, **dropped} if place in places else m for place, m in enumerate(self.history)]
-            )
-            yield {
-                "type": "notice",
-                "message": f"the context was full: {len(places)} older tool results were taken out",
-            }
-        return bool(places)
+        large = [index for index, message in enumerate(self.history)
+                 if message["role"] == "tool" and len(message["content"]) > 400][:-2]
+        history = list(self.history)
+        for index in large:
+            history[index] = {**history[index], "content": "[This result was taken out to make room.]"}
+        if large:
+            self.replace_history(history)
+            yield notice(f"the context was full: {len(large)} older tool results were taken out")
+        return bool(large)
 
     def summary(self, messages):
         """A summary of messages, asked for with thinking off. Raises MMError if there is none."""
@@ -3444,8 +3410,8 @@ class Conversation:
                 if reply.answer.tell() > max(len(text), 2000):
                     raise MMError("empty", "the summary was longer than what it sums up")
                 if event["type"] == "waiting" and reply.first_token is not None:
-                    yield {**event, "summing_up": sum(reply.tokens.values())}
-                elif event["type"] in ("waiting", "progress", "notice"):
+                    event["summing_up"] = sum(reply.tokens.values())
+                if event["type"] in ("waiting", "progress", "notice"):
                     yield event
         finally:
             work.close()
@@ -3485,15 +3451,9 @@ class Conversation:
             self.record({"model": self.backend.model, "system": self.system})
 
     def done(self):
-        session = self.session and self.session.id
-        return done_event(
-            self.backend.name,
-            self.backend.model,
-            session,
-            self.replies,
-            self.started,
-            self.timeline,
-        )
+        session = self.session.id if self.session else None
+        return done_event(self.backend.name, self.backend.model, session, self.replies,
+                          self.started, self.timeline)
 
 
 def tool_call_event(call):
@@ -3518,13 +3478,15 @@ def transcript(messages, room):
     room. room: 0 for any.
     """
     whole = sum(len(json.dumps(message, ensure_ascii=False)) for message in messages)
-    share = room // len(messages) if room and whole > room else whole
+    share = room // len(messages) if 0 < room < whole else whole
     parts = []
     for message in messages:
-        limit = share // 4 if message["role"] == "tool" else share
-        if message["content"].startswith(SUMMED_UP):
+        content, limit = message["content"], share
+        if message["role"] == "tool":
+            limit = share // 4
+        elif content.startswith(SUMMED_UP):
             limit = max(share, room // 4)
-        parts.append(f"{message['role'].upper()}: {shorter(message['content'], limit)}")
+        parts.append(f"{message['role'].upper()}: {shorter(content, limit)}")
         for call in message.get("tool_calls") or []:
             arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
             parts.append(f"CALL {call['name']} {shorter(arguments, share // 4)}")
@@ -3540,76 +3502,64 @@ def done_event(provider, model, session, replies, started, timeline=None):
     its calls, and the Timeline.
     """
     last = replies[-1] if replies else Reply()
-    first = next((reply.first_token for reply in replies if reply.first_token is not None), None)
-    produced = [reply.produced_tokens() for reply in replies]
-
-    def spent(*kinds):
-        return rounded(sum(reply.seconds[kind] for reply in replies for kind in kinds))
-    return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model, "session": session,
-            "usage": last.usage, "timings": last.timings,
-            "seconds": {"first_token": rounded(first), "thinking": spent("reasoning"), "answer": spent("answer", "call"),
-                        "total": rounded(time.monotonic() - started)},
-            "tokens": (sum(thinking for thinking, _ in produced), sum(answer for _, answer in produced)),
-            "timeline": timeline or Timeline()}
+    first = [reply.first_token for reply in replies if reply.first_token is not None]
+    thinking = answer = thinking_seconds = answer_seconds = 0
+    for reply in replies:
+        thinking_seconds += reply.seconds["reasoning"]
+        answer_seconds += reply.seconds["answer"] + reply.seconds["call"]
+        tokens = reply.produced_tokens()
+        thinking, answer = thinking + tokens[0], answer + tokens[1]
+    seconds = {"first_token": rounded(first[0] if first else None),
+               "thinking": rounded(thinking_seconds), "answer": rounded(answer_seconds),
+               "total": rounded(time.monotonic() - started)}
+    return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model,
+            "session": session, "usage": last.usage, "timings": last.timings, "seconds": seconds,
+            "tokens": (thinking, answer), "timeline": timeline or Timeline()}
 
 
 def rounded(seconds):
     return None if seconds is None else round(seconds, 3)
 
 
-def verdict(reply, answer):
+def verdict(reply):
     """Events that explain an ended answer. An empty one at the token limit is a notice of kind
     `empty`, else an error.
     """
     tokens = reply.produced_tokens()[0]
-    if answer.strip():
+    if reply.answer.getvalue().strip():
         if reply.finish == "length":
-            yield {
-                "type": "notice",
-                "message": "the answer is cut: it reached max_tokens (-o max_tokens=N), "
-                "or the context is full",
-            }
+            yield notice("the answer is cut: it reached max_tokens (-o max_tokens=N), "
+                         "or the context is full")
         elif reply.finish == "content_filter":
-            yield {
-                "type": "notice",
-                "message": "the answer is cut: the server's content filter ended it",
-            }
-    elif reply.finish == "length" and reply.calls.calls:
-        yield {
-            "type": "notice",
-            "kind": "empty",
-            "message": "a tool call was cut at the token limit, so it was not run: raise max_tokens",
-        }
-    elif reply.finish == "length" and tokens:
-        yield {"type": "notice", "kind": "empty",
-               "message": f"the whole budget went into thinking ({tokens:,} tokens): "
-                          "raise max_tokens, or --no-think (/think off)"}
+            yield notice("the answer is cut: the server's content filter ended it")
     elif reply.finish == "length":
-        yield {
-            "type": "notice",
-            "kind": "empty",
-            "message": "no answer fits the token limit: raise max_tokens, or the context is full",
-        }
+        why = "no answer fits the token limit: raise max_tokens, or the context is full"
+        if reply.calls.calls:
+            why = "a tool call was cut at the token limit, so it was not run: raise max_tokens"
+        elif tokens:
+            why = (f"the whole budget went into thinking ({tokens:,} tokens): "
+                   "raise max_tokens, or --no-think (/think off)")
+        yield notice(why, kind="empty")
     elif tokens:
-        raise MMError(
-            "empty",
-            f"the model thought ({tokens:,} tokens) and gave no answer: ask again, or --no-think (/think off)",
-        )
+        raise MMError("empty", f"the model thought ({tokens:,} tokens) and gave no answer: "
+                      "ask again, or --no-think (/think off)")
     else:
         raise MMError("empty", "the model gave no answer, and no reason")
 
 
 def truncation_hint(body, reply):
-    """Ollama and others drop what does not fit and say nothing: told when the server counts far fewer tokens than were sent.
+    """What is said where the server counts far fewer tokens than were sent, or "": Ollama and
+    others drop what does not fit and say nothing.
 
-    Eight characters that are no white space and no \\u escape make at least one token, in any text people send.
+    Eight characters that are no white space and no \\u escape make at least one token, in any text
+    people send.
     """
     counted = as_int((reply.usage or {}).get("prompt_tokens"))
     sent = len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
-    if counted and sent > 8000 and counted < sent / 8:
-        return (f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: "
-                "it cuts what does not fit its context")
-    return ""
+    if not counted or sent <= 8000 or counted >= sent / 8:
+        return ""
+    return (f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: "
+            "it cuts what does not fit its context")
 
 
 # ==================================================================================================
@@ -4702,12 +4652,12 @@ def replay(path, make_tags=lambda: None):
             incoming = deltas(b"".join(iter(tap.read, b"")).splitlines(), backend, path)
             shown = read_reply(incoming, reply, make_tags())
             yield from (event for event in shown if event["type"] != "waiting")
-            calls = reply.calls.finished() if reply.finish != "length" else []
+            calls = reply.finished_calls()
             for call in calls:
                 if call["arguments"] is not None:
                     yield tool_call_event(call)
             if not calls:
-                yield from verdict(reply, reply.answer.getvalue())
+                yield from verdict(reply)
         except MMError as error:
             yield {"type": "error", "kind": error.kind, "message": error.message}
     done = done_event("replay", replies[-1].model, None, replies, started)
