@@ -153,7 +153,8 @@ def decoded(raw):
         return raw.decode("latin-1")
 
 
-JSON = json.JSONDecoder(parse_constant=lambda word: None)  # NaN and Infinity become null
+# NaN and Infinity become null; a line break in a string is taken, as models write them so
+JSON = json.JSONDecoder(parse_constant=lambda word: None, strict=False)
 
 
 def read_json(text):
@@ -513,7 +514,7 @@ def parse_config(raw):
 
 MAX_WORDS = 1 << 16  # characters of an error that are looked at
 SENTENCE_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason",
-                 "error_description", "title")
+                 "error_description", "title", "base_resp", "status_msg")
 OVERFLOW = re.compile(
     r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length"
     r"|prompt (is )?too long|tokens to keep|longer than the context"
@@ -1523,7 +1524,10 @@ def events(rows):
 
 # -- from events to deltas
 
-DONE = object()  # stands for [DONE] among the values of an event
+DONE = object()  # stands for [DONE], or what other servers write for it, among an event's values
+END_MARKS = re.compile(rb'(?i)"?(\[(done|end)\]|done|end)"?')
+# finish_reasons by which a server says that it has failed (vLLM, Z.ai, DeepSeek, …)
+GIVEN_UP = r"(?i)error|abort|fail|insufficient|unavailable|overload|time.?out|cancel"
 
 
 def deltas(rows, backend, url):
@@ -1532,77 +1536,109 @@ def deltas(rows, backend, url):
 
     reasoning, answer: text · call: a fragment {"index", "id", "name", "arguments"} of a tool call ·
     progress: (processed, total) prompt tokens beyond the cached ones · finish: finish_reason, and
-    "" for [DONE] · usage, timings: dict · model, id: text. After [DONE] it ends, without waiting
-    for the connection to close.
+    "" for [DONE] · usage, timings: dict · model, id: text · media: what else the answer is. After
+    [DONE] it ends, without waiting for the connection to close.
+
+    One event that cannot be read does not undo a stream that ends well. After a finish_reason, what
+    becomes of the connection does not matter.
     """
-    whole, seen, halves, told = False, False, {}, set()
-    for name, data, at_end in events(rows):
-        seen = True
-        if name == "body":
-            values = json_body(data[0], backend, url)
-        else:
-            values = json_values(name, data, at_end, backend, url)
-        for value in values:
-            if value is DONE:
-                yield "finish", ""
-                return
-            if not isinstance(value, dict):
-                continue  # a number, a list: someone's status report
-            choice = first_choice(value)
-            if is_error(name, value) or choice.get("error"):
-                raise explain(0, choice.get("error") or value, backend, url)
-            for kind, content in read_chunk(value, choice):
-                if kind in ("reasoning", "answer"):
-                    content = without_halves(content, kind, halves)
-                    if not content:
-                        continue
-                elif kind == "finish":
-                    whole = True
-                    if content in ("error", "abort"):
-                        raise MMError(
-                            "server",
-                            f"the server gave the answer up (finish_reason {content})",
-                            "stream",
-                        )
-                elif kind in ("model", "id"):  # in every chunk, and always the same
-                    if kind in told:
-                        continue
-                    told.add(kind)
-                yield kind, content
-            # all of an answer, from a server that does not stream
-            whole = whole or "message" in choice
-    if not whole:
-        raise MMError("interrupted", "the stream ended before the answer was complete" if seen else
-                      "the server sent an empty answer and closed the connection", "stream")
+    stream = StreamReader()
+    fault = None
+    try:
+        for name, data, at_end in events(rows):
+            stream.is_empty = False
+            read = json_body(data[0], backend, url) if name == "body" else json_values(data)
+            for value in read:
+                if value is DONE:
+                    yield "finish", ""
+                    return
+                if isinstance(value, dict):
+                    yield from stream.read(name, value, backend, url)
+                elif isinstance(value, bytes) and not at_end and name in ("", "message", "error"):
+                    fault = fault or unreadable(value, backend, url)
+    except MMError:
+        raise
+    except Exception:
+        if not stream.is_complete:
+            raise
+    if fault and not stream.is_complete:
+        raise fault
+    stream.end()
 
 
-def json_values(name, data, at_end, backend, url):
+class StreamReader:
+    """What the chunks of one stream have told so far, for what the next one means."""
+
+    def __init__(self):
+        self.is_empty, self.is_complete = True, False
+        self.has_deltas = False
+        self.halves, self.told = {}, set()
+
+    def read(self, name, chunk, backend, url):
+        """The deltas of a chunk. Raises MMError for one that is an error."""
+        choices = [choice for choice in chunk.get("choices") or [] if isinstance(choice, dict)]
+        error = next((choice["error"] for choice in choices if choice.get("error")), None)
+        if error or is_error(name, chunk):
+            raise explain(0, error or chunk, backend, url)
+        for choice in choices or [{}]:
+            # all of an answer: of a server that does not stream, or once more behind its deltas
+            if "message" in choice:
+                self.is_complete = True
+                if self.has_deltas:
+                    choice = {**choice, "message": None}
+            for kind, value in read_chunk(chunk, choice):
+                value = self.accept(kind, value)
+                if value or kind == "progress":
+                    yield kind, value
+            self.has_deltas = self.has_deltas or bool(choice.get("delta"))
+
+    def accept(self, kind, value):
+        """The value of a delta, or None for one that says nothing new. Raises MMError."""
+        if kind in ("reasoning", "answer"):
+            return without_halves(value, kind, self.halves)
+        if kind in ("model", "id"):  # in every chunk, and always the same
+            if kind in self.told:
+                return None
+            self.told.add(kind)
+        if kind == "finish":
+            if re.search(GIVEN_UP, value):
+                raise MMError("server", "the server gave the answer up "
+                              f"(finish_reason {one_line(value, 60)})", "stream")
+            self.is_complete = True
+        return value
+
+    def end(self):
+        if not self.is_complete:
+            message = "the stream ended before the answer was complete"
+            if self.is_empty:
+                message = "the server sent an empty answer and closed the connection"
+            raise MMError("interrupted", message, "stream")
+
+
+def json_values(data):
     """The JSON values of an event's data lines: joined, as SSE says, else one by one, as some
-    gateways mean it.
+    gateways mean it. What is no JSON is given as its bytes.
     """
     text = b"\n".join(data).strip()
-    if text == b"[DONE]":
+    if END_MARKS.fullmatch(text):
         return [DONE]
     if not text or text[:1] == b":":
         return []  # a gateway has wrapped another server's comment
-    said = text.decode("utf-8", "replace")
     try:
-        return [read_json(said)]
+        return [read_json(text.decode("utf-8", "replace"))]
     except ValueError:
-        pass
-    if len(data) > 1:
-        return [value for line in data for value in json_values(name, [line], at_end, backend, url)]
-    if at_end:
-        return []  # torn; the stream is told as broken by its missing end
-    if text.startswith((b"{", b"[")):
-        raise MMError(
-            "protocol",
-            f"the server sent an event that is not JSON: {one_line(backend.redact(said), 120)}",
-            "stream",
-        )
-    if name in ("", "message", "error"):
-        raise explain(0, said, backend, url)
-    return []
+        if len(data) > 1:
+            return [value for line in data for value in json_values([line])]
+        return [text]
+
+
+def unreadable(raw, backend, url):
+    """MMError for the data of an event that is no JSON: a broken one, or an error in words."""
+    text = raw.decode("utf-8", "replace")
+    if text.startswith(("{", "[")):
+        return MMError("protocol", "the server sent an event that is not JSON: "
+                       + one_line(backend.redact(text), 120), "stream")
+    return explain(0, text, backend, url)
 
 
 def json_body(body, backend, url):
@@ -1624,37 +1660,41 @@ def json_body(body, backend, url):
 
 
 def is_error(name, value):
-    """Whether a JSON value is an error, in any of the forms that llama.cpp, vLLM, LM Studio, SGLang
-    and gateways give it.
+    """Whether a JSON value is an error, in any of the forms that llama.cpp, vLLM, LM Studio,
+    SGLang, MiniMax (base_resp) and gateways give it.
     """
-    return bool(
-        name == "error"
-        or value.get("error")
-        or value.get("type") == "error"
-        or value.get("object") == "error"
-        or not value.get("choices")
-        and ("detail" in value or "message" in value and isinstance(value.get("code"), int))
-    )
-
-
-def first_choice(chunk):
-    """The choice that is shown: the first, and with `n` above 1 none of the others."""
-    choices = chunk.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    return choice if choice.get("index") in (None, 0, "0") else {}
+    error, base = value.get("error"), value.get("base_resp")
+    if isinstance(error, dict):  # some send one of empty fields in each chunk
+        error = any(error.values())
+    if name == "error" or error or "error" in (value.get("type"), value.get("object")):
+        return True
+    if isinstance(base, dict) and base.get("status_code"):
+        return True
+    if value.get("choices"):
+        return False
+    if value.get("success") is False or "detail" in value:
+        return True
+    succeeded = value.get("code") in (None, "", 0, 200, "0", "200", "success", "Success")
+    return not succeeded and ("message" in value or "msg" in value)
 
 
 def read_chunk(chunk, choice):
-    """The deltas of one chat.completion(.chunk) or text_completion and its choice. null means
-    absent, everywhere.
+    """The deltas of one chat.completion(.chunk) or text_completion and one of its choices. null
+    means absent, everywhere.
     """
     progress = chunk.get("prompt_progress")
     if isinstance(progress, dict):
-        processed, total, cached = (as_int(progress.get(key)) for key in ("processed", "total", "cache"))
+        processed, total = as_int(progress.get("processed")), as_int(progress.get("total"))
+        cached = as_int(progress.get("cache"))
         yield "progress", (processed - cached, total - cached)
     delta = choice.get("delta") or choice.get("message") or choice
+    # with `n` above 1 the answer of none but the first is shown; calls can stand in a second one
+    index = choice.get("index")
+    is_first = index in (None, 0, "0")
     if isinstance(delta, dict):
-        yield from read_delta(delta)
+        if is_first:
+            yield from read_delta(delta)
+        yield from read_calls(delta, "" if is_first else f"{index}:")
     for key in ("model", "id"):
         if isinstance(chunk.get(key), str):
             yield key, chunk[key]
@@ -1663,36 +1703,55 @@ def read_chunk(chunk, choice):
             yield key, chunk[key]
     # last, as the watchdog waits but a moment for what comes after it
     finish = choice.get("finish_reason")
-    if isinstance(finish, str) and finish:
+    if isinstance(finish, str) and (is_first or finish == "tool_calls"):
         yield "finish", finish
 
 
 def read_delta(delta):
-    content, thought = text_parts(delta.get("content") or delta.get("text") or delta.get("refusal"))
-    reasoning = thought
+    """The thinking and the answer in a delta."""
+    content = delta.get("content") or delta.get("text") or delta.get("refusal")
+    answer, reasoning = text_parts(content)
     # the same text twice, on some servers
     for key in ("reasoning_content", "reasoning", "reasoning_details", "thinking"):
-        if delta.get(key) and any(text_parts(delta[key])):
-            reasoning = "".join(text_parts(delta[key]))
+        text = "".join(text_parts(delta.get(key)))
+        if text:
+            reasoning = text
             break
     if reasoning:
         yield "reasoning", reasoning
     # some gateways copy thinking into content; a newline may be both
-    if content and (content != reasoning or content.isspace()):
-        yield "answer", content
+    if answer and (answer != reasoning or answer.isspace()):
+        yield "answer", answer
+    parts = content if isinstance(content, list) else []
+    kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
+    for kind in ("image", "audio"):
+        if delta.get(kind) or delta.get(f"{kind}s") or any(kind in name for name in kinds):
+            yield "media", kind
+
+
+def read_calls(delta, choice=""):
+    """The fragments of tool calls in a delta. choice: what tells their indexes from those of the
+    first choice.
+    """
     calls = delta.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        if isinstance(call, dict):
-            function = call.get("function") if isinstance(call.get("function"), dict) else {}
-            arguments = function.get("arguments")
-            fragment = {
-                "index": call["index"] if isinstance(call.get("index"), int) else None,
-                "id": call["id"] if isinstance(call.get("id"), str) else "",
-                "name": function["name"] if isinstance(function.get("name"), str) else "",
-                "arguments": arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)}
-            # else it is no call, and no sign of life
-            if fragment["id"] or fragment["name"] or fragment["arguments"]:
-                yield "call", fragment
+    calls = calls if isinstance(calls, list) else []
+    if isinstance(delta.get("function_call"), dict):  # the form before there were several
+        calls = [*calls, {"function": delta["function_call"]}]
+    for call in calls:
+        if not isinstance(call, dict):
+            continue
+        function = call.get("function") if isinstance(call.get("function"), dict) else {}
+        arguments = function.get("arguments")
+        if not isinstance(arguments, (str, type(None))):
+            arguments = json.dumps(arguments)
+        index, call_id, name = call.get("index"), call.get("id"), function.get("name")
+        fragment = {"index": f"{choice}{index}" if isinstance(index, int) else None,
+                    "id": call_id if isinstance(call_id, str) else "",
+                    "name": name if isinstance(name, str) else "",
+                    "arguments": arguments or ""}
+        # else it is no call, and no sign of life
+        if fragment["id"] or fragment["name"] or fragment["arguments"]:
+            yield "call", fragment
 
 
 def text_parts(value):
@@ -1835,8 +1894,9 @@ def parse_arguments(raw):
 # ==================================================================================================
 
 TOKENS = ("reasoning", "answer", "call")
-# for usage and [DONE] after the finish_reason; some servers never send them nor close
-GRACE_SECONDS = 1.0
+# for usage and [DONE] after the finish_reason; some servers never send them nor close, and some
+# send text after a pause
+GRACE_SECONDS = 2.0
 BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
 
 
@@ -1852,7 +1912,8 @@ class ModelCall:
     """
 
     def __init__(self, open_stream, watchdog, first_token):
-        self.open_stream, self.limits = open_stream, {"first": first_token, "next": watchdog, "last": GRACE_SECONDS}
+        self.open_stream = open_stream
+        self.limits = {"first": first_token, "next": watchdog, "last": GRACE_SECONDS}
         self.box = queue.SimpleQueue()
         self.connection, self.stopped = Connection(), False
 
@@ -1890,7 +1951,8 @@ class ModelCall:
 
     def __iter__(self):
         threading.Thread(target=self.read, daemon=True).start()
-        phase = "first"
+        phase, has_answer, has_finished = "first", False, False
+        says_it_always = False  # a finish_reason in each chunk, so that none means the end
         # Seconds waited here since the last sign of life: not those in which mm was stopped, or its
         # output stuck. A delta that is no sign of life does not reset it, so a server that sends
         # nothing else reaches the limit all the same.
@@ -1909,7 +1971,7 @@ class ModelCall:
                     except queue.Empty:
                         silent += patience
                         if limit and silent >= limit:
-                            if phase == "last":
+                            if has_finished:
                                 return
                             raise stalled_error(silent, phase) from None
                         yield "waiting", silent
@@ -1921,11 +1983,15 @@ class ModelCall:
                         raise value
                     return
                 if kind in TOKENS:
+                    says_it_always = says_it_always or phase == "last"
+                    has_answer = has_answer or kind != "reasoning"
                     silent, phase = 0.0, "next"
                 elif kind == "progress":
                     silent = 0.0
                 elif kind == "finish":
-                    silent, phase = 0.0, "last"
+                    silent, has_finished = 0.0, True
+                    if has_answer and not says_it_always:
+                        phase = "last"
                 yield kind, value
                 if self.box.empty():
                     yield "waiting", 0.0
@@ -2946,6 +3012,7 @@ class Reply:
         self.calls = Calls()
         self.finish, self.usage, self.timings = None, None, None
         self.model, self.id = "", ""  # as the server calls them
+        self.media = ""  # "image" or "audio", where the answer has any
         self.tokens = {"reasoning": 0, "answer": 0, "call": 0}
         self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0}
         self.started = self.last = time.monotonic()
@@ -2996,7 +3063,7 @@ class Reply:
 
     def finished_calls(self):
         """The calls of the answer; none where it was cut, as the last one may be torn."""
-        return self.calls.finished() if self.finish != "length" else []
+        return [] if self.finish in CUT else self.calls.finished()
 
 
 def prompt_tokens(usage, timings):
@@ -3028,7 +3095,7 @@ def read_reply(incoming, reply, tags=None):
         elif kind == "progress":
             reply.count_prompt(value[0])
             yield {"type": "progress", "processed": value[0], "total": value[1]}
-        elif kind != "finish":  # usage, timings, model, id
+        elif kind != "finish":  # usage, timings, model, id, media
             setattr(reply, kind, value)
         elif not reply.finish or reply.finish == "stop":
             # some servers say stop after tool_calls; a bare [DONE] says nothing
@@ -3521,18 +3588,34 @@ def rounded(seconds):
     return None if seconds is None else round(seconds, 3)
 
 
+# finish_reasons: of an answer that is complete, cut, or held back
+ENDED = ("", "stop", "tool_calls", "function_call", "eos", "end_turn", "stop_sequence", "complete")
+CUT = ("length", "max_tokens", "MAX_TOKENS", "model_length", "model_context_window_exceeded")
+FILTERED = ("content_filter", "sensitive", "safety", "SAFETY", "refusal")
+
+
 def verdict(reply):
     """Events that explain an ended answer. An empty one at the token limit is a notice of kind
     `empty`, else an error.
     """
     tokens = reply.produced_tokens()[0]
+    finish = reply.finish or ""
     if reply.answer.getvalue().strip():
-        if reply.finish == "length":
+        if finish in CUT:
             yield notice("the answer is cut: it reached max_tokens (-o max_tokens=N), "
-                         "or the context is full")
-        elif reply.finish == "content_filter":
-            yield notice("the answer is cut: the server's content filter ended it")
-    elif reply.finish == "length":
+                         f"or the context is full (finish_reason {finish})")
+        elif finish in FILTERED:
+            yield notice("the answer is cut: the server's content filter ended it "
+                         f"(finish_reason {finish})")
+        elif finish.lower() not in ENDED:
+            yield notice(f"the server ended the answer with finish_reason {one_line(finish, 60)}")
+    elif reply.media:
+        yield notice(f"the answer is of another kind ({reply.media}), which mm does not show",
+                     kind="empty")
+    elif finish in FILTERED:
+        raise MMError("empty", "the server's content filter let no answer through "
+                      f"(finish_reason {finish})")
+    elif finish in CUT:
         why = "no answer fits the token limit: raise max_tokens, or the context is full"
         if reply.calls.calls:
             why = "a tool call was cut at the token limit, so it was not run: raise max_tokens"

@@ -3415,6 +3415,7 @@ def test_bars_take_a_third_of_the_terminal_and_share_one_scale_of_time(columns, 
 
 def test_the_timeline_keeps_every_token_however_long_it_takes():
     line = mm.Timeline()
+    line.started = 0.0
     for second in (0, 1, 2, 3, 100, 100, 5000):
         line.add("reasoning", 1, line.started + second)
     line.add("prompt", 6, line.started + 0.25, line.started + 0.05)
