@@ -513,6 +513,7 @@ def parse_config(raw):
 # ==================================================================================================
 
 MAX_WORDS = 1 << 16  # characters of an error that are looked at
+LONGEST_WAIT = 60.0  # seconds a Retry-After may ask for
 SENTENCE_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason",
                  "error_description", "title", "base_resp", "status_msg")
 OVERFLOW = re.compile(
@@ -536,8 +537,11 @@ HINTS = (
          r"|(no such|unknown|invalid|not a valid) model|no models? loaded", "not_found", "{get}", ""),
     ((404, 405), r"", "not_found", "mm asked {url}: is that the server's API?", ""),
     ((402,), r"", "server", "the account has no credit left", ""),
+    ((413,), r"", "server", "the request is too large for the server, or for a proxy before it", ""),
+    ((429,), r"insufficient_quota|insufficient_balance", "rate_limited",
+     "the account has no credit left: see its billing", ""),
     ((429,), r"", "rate_limited", "wait a little, or choose another model", "busy"),
-    ((502, 504), r"", "server", "the server behind {host} did not answer: is it running?", "busy"),
+    ((502, 504, *range(520, 525)), r"", "server", "the server behind {host} did not answer: is it running?", "busy"),
     ((503,), r"", "server", "the server is busy or not ready", "busy"),
 )
 
@@ -604,12 +608,12 @@ def explain(status, body, backend, url, wait=None):
     """MMError for a server's refusal.
 
     status: the HTTP status, or 0 for an error inside a stream that began with 200; body: bytes,
-    text, or parsed JSON; url: what was asked, for the line; wait: Retry-After in seconds, if the
-    server named it.
+    text, or parsed JSON; url: what was asked, for the line; wait: seconds, if the server's headers
+    name them.
     """
     text = decoded(body) if isinstance(body, bytes) else body
     title = page_title(text) if isinstance(text, str) else None
-    if title is not None and status not in (401, 403, 429, 502, 503, 504):
+    if title is not None and (status < 400 or status == 404):
         return web_page_error(backend.redact(title), url)
     shape = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
     said = sentence(text) if title is None else title
@@ -621,23 +625,27 @@ def explain(status, body, backend, url, wait=None):
     if status == 0 and not said:
         said = "the server reported an error and gave no reason"
     kind, advice, again = "server", "", "stream" if status == 0 else ""
+    code = re.search(r'"code"\s*:\s*"(\w{1,60})"', shape)
+    words = f"{said} {code.group(1)}" if code else said
     for statuses, pattern, its_kind, its_advice, its_again in HINTS:
-        if (status in statuses or not statuses) and re.search(pattern, said):
+        if (status in statuses or not statuses) and re.search(pattern, words):
             kind, advice, again = its_kind, its_advice, its_again
             break
-    if status == 0 and again == "busy":  # said in the middle of a stream, without a Retry-After
-        again = "stream"
     refused = ""
-    if status in (400, 422) and not again:
-        refused = next(
-            (name for name, look in backend.refusal_looks() if re.search(look, said)), ""
-        )
+    if again == "busy":
+        delay = re.search(r'"retryDelay"\s*:\s*"([\d.]{1,9})s"', shape)  # Gemini's
+        wait = float(delay.group(1)) if delay and wait is None else wait
+        if status == 0:  # said in the middle of a stream
+            again = "stream"
+        elif wait and wait > LONGEST_WAIT:
+            advice, again = f"it asks to be left alone for {round(wait / 60):,} minutes", ""
+    elif status in (400, 422) and not again:
+        refused = next((name for name, look in backend.refusal_looks() if re.search(look, said)), "")
         again = "field" if refused else ""
-    advice = advice.format(
-        key=backend.key_advice(), get=backend.get_advice(), url=url, host=urlsplit(url).netloc
-    )
-    code = f"HTTP {status}" if status else ""
-    return MMError(kind, compose(said, code, advice), again, wait, refused)
+    advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url,
+                           host=urlsplit(url).netloc)
+    message = compose(said, f"HTTP {status}" if status else "", advice)
+    return MMError(kind, message, again, wait, refused)
 
 
 def compose(said, code, advice, limit=500):
@@ -788,7 +796,7 @@ PROVIDERS = {
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
         "echo": "reasoning_content", "limit": {},
-        "start": "docker desktop enable model-runner --tcp 12434", "get": "docker model pull {model}",
+        "start": "docker desktop enable model-runner --tcp {port}", "get": "docker model pull {model}",
         "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
     },
     "llamacpp": {
@@ -797,7 +805,7 @@ PROVIDERS = {
                      "http://host.docker.internal:8080/v1", "http://host.docker.internal:9931/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
         "echo": "reasoning_content", "render": "/apply-template", "limit": {},
-        "start": "llama-server -m MODEL.gguf --port 8080", "get": "it has the models that --models lists",
+        "start": "llama-server -m MODEL.gguf --port {port}", "get": "it has the models that --models lists",
         "window": [("models", "data.[].meta.n_ctx"), (LLAMA_PROPS, "default_generation_settings.n_ctx")],
         "tools": (LLAMA_PROPS, "chat_template_caps.supports_tools"),
         "keeps": (LLAMA_PROPS, "chat_template_caps.supports_preserve_reasoning"),
@@ -805,19 +813,19 @@ PROVIDERS = {
     "ollama": {
         "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT, "echo": "reasoning",
-        "start": "ollama serve", "get": "ollama pull {model}",
+        "start": "OLLAMA_HOST=localhost:{port} ollama serve", "get": "ollama pull {model}",
         "window": [("/api/ps", "models.[].context_length")],
     },
     "vllm": {
         "url": "http://localhost:8000/v1", "fallback": ["http://host.docker.internal:8000/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": BOTH_SWITCHES, "echo": "reasoning",
-        "start": "vllm serve MODEL", "get": "it has the model it was started with (--models)",
+        "start": "vllm serve MODEL --port {port}", "get": "it has the model it was started with (--models)",
         "window": [("models", "data.[].max_model_len")],
     },
     "lmstudio": {
         "url": "http://localhost:1234/v1", "fallback": ["http://host.docker.internal:1234/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT, "echo": "reasoning_content",
-        "start": "lms server start", "get": "lms get {model}",
+        "start": "lms server start --port {port}", "get": "lms get {model}",
         "window": [("/api/v1/models", "models.[].loaded_instances.0.config.context_length"),
                    ("/api/v0/models", "data.[].loaded_context_length")],
     },
@@ -1032,6 +1040,7 @@ def fetch(connection, backend, path, body=None):
     except Exception as error:  # the probe only advises: a page that cannot be read is not there
         if not status:
             data = explain_exception(error, backend, proxy, False)
+            data.message = backend.redact(data.message)
     finally:
         connection.hang_up()
     return status, data
@@ -1134,10 +1143,12 @@ class Backend:
 
     def redact(self, text):
         """`text` without the key, and without what a URL can hold that is secret, however a server
-        echoes them.
+        echoes them. A dummy key (none, ollama) is no secret, and can stand in any sentence.
         """
-        for secret in filter(None, (self.key, urlsplit(self.url).password, self.query)):
-            text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
+        parts = urlsplit(self.url)
+        for secret in (self.key, parts.password or parts.username, self.query):
+            if secret and not re.fullmatch("[A-Za-z_-]{1,12}", secret):
+                text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
         return text
 
     def key_advice(self):
@@ -1148,7 +1159,7 @@ class Backend:
         return (self.entry["get"] or "mm --models lists what it has").format(model=self.model)
 
     def start_advice(self):
-        start = self.entry["start"]
+        start = self.entry["start"].format(port=urlsplit(self.url).port or 80)
         advice = f"start it with `{start}`" if start else "is it running, and is the URL right?"
         return advice + self.container_advice()
 
@@ -2301,10 +2312,21 @@ def has_lone_end(answer):
 # -- the protocols, and what they need of HTTP
 
 def retry_after(headers):
-    """Seconds to wait, as a Retry-After tells (RFC 9110, 10.2.3), or None; its dates are not read.
+    """Seconds to wait, as an answer's headers tell, or None.
+
+    Retry-After is in seconds or a date (RFC 9110, 10.2.3), and some write fractions; OpenAI and
+    Azure send retry-after-ms beside it.
     """
-    value = headers.get("Retry-After", "").strip()
-    return float(value[:6]) if re.fullmatch(r"[0-9]+", value) else None
+    exact, value = headers.get("retry-after-ms", ""), headers.get("Retry-After", "")
+    try:
+        if re.fullmatch(r"[\d.]{1,12}", exact.strip()):
+            return float(exact) / 1000
+        if re.fullmatch(r"[\d.]{1,12}", value.strip()):
+            return float(value)
+        from email.utils import parsedate_to_datetime
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return None
 
 
 class Protocol:
@@ -2355,11 +2377,11 @@ class Protocol:
                 answered = True
                 response.raw = Tap(response.raw, tap, notice)
                 yield from deltas(response.iter_lines(), self.backend, show_url(url))
-        except MMError as error:
+        except (MMError, OSError, HTTPException, HTTPError, ValueError) as error:
+            if not isinstance(error, MMError):
+                error = explain_exception(error, self.backend, proxy, answered)
             error.message = self.backend.redact(error.message)
-            raise
-        except (OSError, HTTPException, HTTPError, ValueError) as error:
-            raise explain_exception(error, self.backend, proxy, answered) from error
+            raise error from None
         finally:
             connection.hang_up()
 
@@ -2982,7 +3004,6 @@ EVENTS = {  # the lines of --json: type -> its fields, in this order
     "error": ("kind", "message"),
     "done": ("finish_reason", "provider", "model", "session", "usage", "timings", "seconds"),
 }
-LONGEST_WAIT = 60.0  # seconds a Retry-After may ask for
 
 
 class Timeline:
@@ -2999,6 +3020,35 @@ class Timeline:
         row = self.rows[kind]
         for tenth in range(first, last + 1):
             row[tenth] = row.get(tenth, 0) + tokens / (last - first + 1)
+
+
+def counted_tokens(usage, timings):
+    """-> (prompt tokens, those of them that were cached, produced tokens, the thinking in them), 0
+    where neither usage nor llama.cpp's timings tell.
+
+    Cached tokens and thinking are a part of the others, as OpenAI counts them, or stand beside
+    them (Anthropic's cache, xAI's thinking): total_tokens tells, and that no part is larger than
+    its whole.
+    """
+    usage, timings = usage or {}, timings or {}
+
+    def count(key, details=None):
+        place = usage.get(details) if details else usage
+        return as_int(place.get(key)) if isinstance(place, dict) else 0
+
+    prompt, produced = count("prompt_tokens"), count("completion_tokens")
+    thinking = count("reasoning_tokens", "completion_tokens_details")
+    cached = count("cached_tokens", "prompt_tokens_details")
+    cached = cached or count("prompt_cache_hit_tokens") or count("cache_read_input_tokens")
+    beside = count("total_tokens") - prompt - produced  # what is in neither
+    if cached > prompt or (cached and beside in (cached, cached + thinking)):
+        prompt, beside = prompt + cached, beside - cached
+    if thinking > produced or (thinking and beside == thinking):
+        produced += thinking
+    if not prompt:
+        cached = as_int(timings.get("cache_n"))
+        prompt = as_int(timings.get("prompt_n")) + cached
+    return prompt, cached, produced or as_int(timings.get("predicted_n")), thinking
 
 
 class Reply:
@@ -3052,11 +3102,9 @@ class Reply:
         """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta
         is a token.
         """
-        usage, counted = self.usage or {}, sum(self.tokens.values())
-        produced = as_int(usage.get("completion_tokens"))
-        produced = produced or as_int((self.timings or {}).get("predicted_n")) or counted
-        details = usage.get("completion_tokens_details")
-        thinking = as_int(details.get("reasoning_tokens")) if isinstance(details, dict) else 0
+        counted = sum(self.tokens.values())
+        _, _, produced, thinking = counted_tokens(self.usage, self.timings)
+        produced = produced or counted
         if counted and not thinking:
             thinking = produced * self.tokens["reasoning"] // counted
         return thinking, max(0, produced - thinking)
@@ -3064,16 +3112,6 @@ class Reply:
     def finished_calls(self):
         """The calls of the answer; none where it was cut, as the last one may be torn."""
         return [] if self.finish in CUT else self.calls.finished()
-
-
-def prompt_tokens(usage, timings):
-    """How many tokens the prompt had, cached ones too, from usage or, without it, llama.cpp's
-    timings; 0 where neither tells.
-    """
-    usage, timings = usage or {}, timings or {}
-    read, cached = as_int(timings.get("prompt_n")), as_int(timings.get("cache_n"))
-    return as_int(usage.get("prompt_tokens")) or read + cached
-
 
 
 def read_reply(incoming, reply, tags=None):
@@ -3335,8 +3373,6 @@ class Conversation:
         if error.again == "loading":
             limit = self.settings["firstTokenTimeout"]
             return not limit or elapsed < limit
-        if error.again == "busy" and error.wait > LONGEST_WAIT:
-            return False
         can_be_taken_back = self.restartable or not reply.answer.tell()
         return tries < self.settings["retries"] and can_be_taken_back
 
@@ -3387,7 +3423,7 @@ class Conversation:
         """Notes how many tokens the history is, where the server says so; without thinking, as not
         all of it goes back.
         """
-        tokens = prompt_tokens(reply.usage, reply.timings)
+        tokens = counted_tokens(reply.usage, reply.timings)[0]
         if tokens:
             answered = reply.produced_tokens()[1]
             self.measured = len(self.history), max(0, tokens - self.thought_tokens) + answered
@@ -3637,7 +3673,7 @@ def truncation_hint(body, reply):
     Eight characters that are no white space and no \\u escape make at least one token, in any text
     people send.
     """
-    counted = as_int((reply.usage or {}).get("prompt_tokens"))
+    counted = counted_tokens(reply.usage, None)[0]
     sent = len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
     if not counted or sent <= 8000 or counted >= sent / 8:
         return ""
@@ -4216,7 +4252,7 @@ def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅�
             parts.append(f"{tokens / spent:,.0f} tok/s")
         first.append(f"{mark}{' · '.join(parts)} {bar(bins, most, blocks)}".rstrip())
     second = []
-    prompt, cached = prompt_tokens(usage, timings), cached_tokens(usage, timings)
+    prompt, cached, _, _ = counted_tokens(usage, timings)
     if prompt:
         from_cache = f", {cached:,} from cache" if cached else ""
         shown = bar(prompt_bins, max([1, *prompt_bins]), blocks)
@@ -4226,13 +4262,6 @@ def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅�
     if seconds["total"] is not None:
         second.append(f"{seconds['total']:.1f} s in all")
     return "\n".join(filter(None, (" ".join(first), " · ".join(second))))
-
-
-def cached_tokens(usage, timings):
-    details = usage.get("prompt_tokens_details")
-    if isinstance(details, dict):
-        return as_int(details.get("cached_tokens"))
-    return as_int(timings.get("cache_n"))
 
 
 def binned(row, tenths):

@@ -3986,7 +3986,7 @@ def test_every_provider_is_in_the_readme_with_its_url_and_how_it_is_started():
         for name in words(names):
             entry = mm.PROVIDERS[name]
             assert words(url) == ([entry["url"]] if entry.get("local") else [])
-            assert not entry.get("local") or entry["start"].replace("MODEL.gguf", "").split()[0] in start
+            assert not entry.get("local") or re.findall(r"(?:^| )([a-z-]+)", entry["start"])[0] in start
     assert all(name in mm.parser().epilog for name in mm.PROVIDERS)
 
 
