@@ -787,6 +787,7 @@ PROVIDERS = {
     # tools             page that tells whether the model's template takes tools; where not, they are ignored without an error
     # For thinking that is sent back (reasoningEcho, section 6):
     # echo              the field of a message that it is read from
+    # insists           the field without which it takes no calls of its own back
     # render            page that shows the prompt that messages become
     # keeps             page that tells whether the template keeps all thinking of a history
     # For raw prompts (section 7):
@@ -834,6 +835,7 @@ PROVIDERS = {
     },
     "deepseek": {
         "url": "https://api.deepseek.com/v1", "apiKeyEnv": "DEEPSEEK_API_KEY", "fields": USAGE,
+        "insists": "reasoning_content",
         "thinking": {"on": {"thinking": {"type": "enabled"}}, "off": {"thinking": {"type": "disabled"}}},
     },
     "openrouter": {
@@ -848,7 +850,7 @@ PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
 ENTRY_DEFAULTS = {
     "fallback": [], "local": False, "fields": {}, "thinking": {}, "start": "", "get": "", "window": [], "tools": (),
-    "echo": "reasoning_content", "render": "", "keeps": (), "limit": {"max_tokens": 2048},
+    "echo": "reasoning_content", "insists": "", "render": "", "keeps": (), "limit": {"max_tokens": 2048},
     "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
 
 CONNECT_SECONDS = 10.0
@@ -1547,8 +1549,8 @@ def deltas(rows, backend, url):
 
     reasoning, answer: text · call: a fragment {"index", "id", "name", "arguments"} of a tool call ·
     progress: (processed, total) prompt tokens beyond the cached ones · finish: finish_reason, and
-    "" for [DONE] · usage, timings: dict · model, id: text · media: what else the answer is. After
-    [DONE] it ends, without waiting for the connection to close.
+    "" for [DONE] · usage, timings: dict · model, id: text · extra: fields that only this server knows ·
+    media: what else the answer is. After [DONE] it ends, without waiting for the connection to close.
 
     One event that cannot be read does not undo a stream that ends well. After a finish_reason, what
     becomes of the connection does not matter.
@@ -1735,6 +1737,9 @@ def read_delta(delta):
         yield "answer", answer
     parts = content if isinstance(content, list) else []
     kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
+    extra = {key: delta[key] for key in ("reasoning_details", "extra_content") if delta.get(key)}
+    if extra:
+        yield "extra", extra
     for kind in ("image", "audio"):
         if delta.get(kind) or delta.get(f"{kind}s") or any(kind in name for name in kinds):
             yield "media", kind
@@ -1759,7 +1764,9 @@ def read_calls(delta, choice=""):
         fragment = {"index": f"{choice}{index}" if isinstance(index, int) else None,
                     "id": call_id if isinstance(call_id, str) else "",
                     "name": name if isinstance(name, str) else "",
-                    "arguments": arguments or ""}
+                    "arguments": arguments or "",
+                    "extra": {key: value for key, value in call.items()
+                              if key not in ("index", "id", "type", "function") and value}}
         # else it is no call, and no sign of life
         if fragment["id"] or fragment["name"] or fragment["arguments"]:
             yield "call", fragment
@@ -1812,13 +1819,14 @@ class Calls:
     def add(self, fragment):
         call = self.continued(fragment)
         if call is None:
-            call = {"id": fragment["id"], "name": fragment["name"], "arguments": []}
+            call = {"id": fragment["id"], "name": fragment["name"], "arguments": [], "extra": {}}
             self.calls.append(call)
             self.size += CALL_BYTES
         if fragment["index"] is not None:
             self.by_index[fragment["index"]] = call
         call["id"] = call["id"] or fragment["id"]
         call["name"] = call["name"] or fragment["name"]
+        call["extra"].update(fragment.get("extra", {}))
         if fragment["arguments"]:
             call["arguments"].append(fragment["arguments"])
             self.size += len(fragment["arguments"])
@@ -1874,6 +1882,7 @@ class Calls:
                     "name": clean(call["name"]),
                     "arguments": parse_arguments(raw),
                     "raw": clean(raw),
+                    "extra": call["extra"],
                 }
             )
         return done
@@ -2042,28 +2051,30 @@ NO_ANSWER = "[This turn ended before its answer.]"
 NO_QUESTION = "[What was asked here is lost.]"
 
 
-def to_messages(history, system, thoughts=None):
+def to_messages(history, system, backs=None):
     """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and
-    mm's own "thought" (see Echo).
+    mm's own "origin" (see Echo).
 
-    thoughts: {place in the history: its thought} of the thinking that goes back (see
-    Echo.thoughts()).
+    backs: {index in the history: what goes back with that message} (see Echo.backs()).
     """
     out = [{"role": "system", "content": system}] if system.strip() else []
-    waiting = []  # ids of calls that have no result yet
-    for place, message in enumerate(history):
-        role, content, calls = message["role"], message.get("content") or "", message.get("tool_calls") or []
+    waiting = {}  # calls that have no result yet: {id: the id that was sent}
+
+    def close_calls():
+        for sent_id in waiting.values():
+            out.append({"role": "tool", "tool_call_id": sent_id, "content": NO_RESULT})
+
+    for index, message in enumerate(history):
+        role, content = message["role"], message.get("content") or ""
+        calls = message.get("tool_calls") or []
         if role == "tool":
-            if message["tool_call_id"] in waiting:  # a result without its call would be refused
-                waiting.remove(message["tool_call_id"])
-                out.append(
-                    {"role": "tool", "tool_call_id": message["tool_call_id"], "content": content}
-                )
+            sent_id = waiting.pop(message["tool_call_id"], None)
+            if sent_id:  # a result without its call would be refused
+                out.append({"role": "tool", "tool_call_id": sent_id, "content": content})
             continue
-        out += [
-            {"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting
-        ]
-        waiting = [call["id"] for call in calls]
+        close_calls()
+        back = (backs or {}).get(index, NOTHING_BACK)
+        waiting = {call["id"]: back["ids"].get(call["id"], call["id"]) for call in calls}
         if not content.strip() and not calls:
             continue
         last = out[-1] if out else {"role": "system"}
@@ -2072,25 +2083,39 @@ def to_messages(history, system, thoughts=None):
             out.append({"role": "assistant", "content": NO_ANSWER})
         elif role == "assistant" and last["role"] == "system":
             out.append({"role": "user", "content": NO_QUESTION})
-        elif role == last["role"]:  # the first one's thinking is left out: it is not what led to the second
+        elif role == last["role"]:
+            # the first one's thinking is left out: it is not what led to the second
             content = f"{out.pop()['content']}\n\n{content}".rstrip()
-        thought = (thoughts or {}).get(place)
-        out.append(
-            {
-                "role": role,
-                "content": content,
-                **({thought["field"]: thought["text"]} if thought else {}),
-                **({"tool_calls": [sent_call(call) for call in calls]} if calls else {}),
-            }
-        )
-    return out + [
-        {"role": "tool", "tool_call_id": its_id, "content": NO_RESULT} for its_id in waiting
-    ]
+        sent = {"role": role, "content": content, **back["fields"]}
+        if calls:
+            sent["tool_calls"] = [sent_call(call, waiting[call["id"]], back["calls"])
+                                  for call in calls]
+        out.append(sent)
+    close_calls()
+    return out
 
 
-def sent_call(call):
+# of a message of which only what every server takes is sent
+NOTHING_BACK = {"fields": {}, "calls": {}, "ids": {}}
+
+
+def sent_call(call, sent_id, extras):
+    """A call as a request holds it. extras: {call id: fields that its server added}."""
+    # what a model made up as a name can hold what no server takes back (Anthropic, OpenAI)
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", call["name"])[:64] or "unnamed"
     arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
-    return {"id": call["id"], "type": "function", "function": {"name": call["name"] or "unnamed", "arguments": arguments}}
+    return {"id": sent_id, "type": "function",
+            "function": {"name": name, "arguments": arguments}, **extras.get(call["id"], {})}
+
+
+def foreign_id(call_id):
+    """The id of a call for a server that did not make it: nine letters and digits, as Mistral
+    insists; Bedrock takes no dots or colons.
+    """
+    import zlib
+    if re.fullmatch("[A-Za-z0-9]{9}", call_id):
+        return call_id
+    return f"c{zlib.crc32(call_id.encode()):08x}"
 
 
 def merged(base, extra):
@@ -2157,46 +2182,80 @@ def refuses_thoughts(error):
 
 
 class Echo:
-    """Which thinking of a history goes back. A message's "thought" is {"text", "field" it is sent
-    in, "maker", "tokens"}.
+    """What a server gets back of its own with a history: thinking, the ids of its calls, and what
+    it added that mm does not know (Gemini's signatures, OpenRouter's reasoning_details).
+
+    A message's "origin" holds it: {"maker", "text" of the thinking and its "tokens", "extra" fields,
+    "calls": {id: extra fields}}. It stays in memory, and goes to the model that made it alone.
     """
 
     def __init__(self, backend, on):
         self.backend, self.on = backend, on
+        self.insists = backend.entry["insists"]  # field without which it takes no calls back, or ""
+        self.ids = set()       # of the calls that it made
         self.served = {}       # model: what its server calls it
         self.rendered = {}     # (model, whether tools are offered): what thoughts_rendered() told
-        self.refusing = set()  # models whose template refused it
+        self.refusing = set()  # models whose template refused thinking
 
-    def label(self, reply):
-        """{"thought": …} for the message of a Reply that is whole, or {}. Notes what the server
-        calls the model.
+    def label(self, reply, calls):
+        """{"origin": …} for the message of a Reply that is complete, or {}. Notes what the server
+        calls the model, and its calls.
         """
         model, text = self.backend.model, reply.thought.getvalue()
         self.served[model] = reply.model
-        if not self.on or not text.strip():
+        self.ids.update(call["id"] for call in calls)
+        extras = {call["id"]: call.pop("extra") for call in calls}
+        extras = {call_id: extra for call_id, extra in extras.items() if extra}
+        if not text.strip() or not (self.on or calls):
+            text = ""
+        if not text and not extras and not reply.extra:
             return {}
-        return {"thought": {"text": text, "field": self.backend.entry["echo"],
-                            "maker": (model, reply.model),
-                            "tokens": max(1, reply.produced_tokens()[0])}}
+        tokens = max(1, reply.produced_tokens()[0])
+        return {"origin": {"maker": (model, reply.model), "text": text, "tokens": tokens,
+                           "extra": reply.extra, "calls": extras}}
 
-    def thoughts(self, history, tools):
-        """{place in the history: its thought} of what goes with the next request.
+    def backs(self, history, tools):
+        """{index in the history: {"fields", "calls", "ids", "tokens"}} of what goes back with the
+        next request.
+        """
+        model, out = self.backend.model, {}
+        maker, first = (model, self.served.get(model)), self.first_rendered(history, tools)
+        for index, message in enumerate(history):
+            calls, origin = message.get("tool_calls") or [], message.get("origin", {})
+            is_own = origin.get("maker") == maker
+            must = self.insists if calls else ""
+            back = {**NOTHING_BACK, "tokens": 0}
+            back["ids"] = {call["id"]: call["id"] if call["id"] in self.ids else
+                           foreign_id(call["id"]) for call in calls}
+            if is_own:
+                back["fields"], back["calls"] = dict(origin["extra"]), origin["calls"]
+            if is_own and origin["text"] and (must or index >= first):
+                back["fields"][must or self.backend.entry["echo"]] = origin["text"]
+                back["tokens"] = origin["tokens"]
+            elif must:  # not known any more, or another's: an empty text would be refused
+                back["fields"] = {**back["fields"], must: " "}
+            if calls or back["fields"]:
+                out[index] = back
+        return out
+
+    def first_rendered(self, history, tools):
+        """The index of the first message whose thinking goes back as reasoningEcho wants it.
 
         The server is asked what its template renders, once there is something to send.
         """
         model, about = self.backend.model, (self.backend.model, bool(tools))
-        labelled = any("thought" in message for message in history)
-        if not labelled or not model or model in self.refusing or not self.backend.entry["local"]:
-            return {}
+        has_thoughts = any(message.get("origin", {}).get("text") for message in history)
+        may_go = self.on and self.backend.entry["local"] and model and model not in self.refusing
+        if not has_thoughts or not may_go:
+            return len(history)
         if about not in self.rendered:
             self.rendered[about] = thoughts_rendered(self.backend, tools)
-        questions = [place for place, message in enumerate(history) if message["role"] == "user"]
-        first = {"none": len(history), "latest": max(questions, default=0)}.get(
-            self.rendered[about], 0
-        )  # not told: all of it
-        maker = model, self.served.get(model)
-        return {place: message["thought"] for place, message in enumerate(history)
-                if place >= first and message.get("thought", {}).get("maker") == maker}
+        if self.rendered[about] == "none":
+            return len(history)
+        if self.rendered[about] == "latest":
+            return max((index for index, message in enumerate(history)
+                        if message["role"] == "user"), default=0)
+        return 0  # all, or not told
 
 
 # ==================================================================================================
@@ -2334,23 +2393,23 @@ class Protocol:
 
     path                where, below the base URL
     applies_template    whether the server makes the prompt, so that it takes tools and can be told to think
-    fields(history, system, tools, think, thoughts)    a request's body, before any options
+    fields(history, system, tools, think, backs)    a request's body, before any options
     tags(think)         the ThinkTags of an answer, or None where the server parts the thinking itself
     """
 
     def __init__(self, backend):
         self.backend = backend
 
-    def body(self, history, system, tools, sampling, think, refused, thoughts=None):
+    def body(self, history, system, tools, sampling, think, refused, backs=None):
         """The request body as a dict.
 
         tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes);
         sampling: fields that go out as they are; refused: optional fields that are left out;
-        thoughts: see to_messages().
+        backs: see to_messages().
         """
         body = {
             key: value
-            for key, value in self.fields(history, system, tools, think, thoughts).items()
+            for key, value in self.fields(history, system, tools, think, backs).items()
             if key not in refused
         }
         body = merged(body, sampling)
@@ -2427,10 +2486,10 @@ class ChatCompletions(Protocol):
 
     path, applies_template = "chat/completions", True
 
-    def fields(self, history, system, tools, think, thoughts):
+    def fields(self, history, system, tools, think, backs):
         entry = self.backend.entry
         body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
-                "messages": to_messages(history, system, thoughts), "stream": True, **entry["fields"]}
+                "messages": to_messages(history, system, backs), "stream": True, **entry["fields"]}
         return body if think is None else merged(body, entry["thinking"].get("on" if think else "off", {}))
 
     def tags(self, think):
@@ -2514,7 +2573,7 @@ class RawCompletions(Protocol):
         """
         return True if think is None and self.backend.entry["thinkTags"] else think
 
-    def fields(self, history, system, tools, think, thoughts):
+    def fields(self, history, system, tools, think, backs):
         entry = self.backend.entry
         template = TEMPLATES[entry["template"] or "chatml"]
         block = {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
@@ -3062,6 +3121,7 @@ class Reply:
         self.calls = Calls()
         self.finish, self.usage, self.timings = None, None, None
         self.model, self.id = "", ""  # as the server calls them
+        self.extra = {}  # fields that only this server knows
         self.media = ""  # "image" or "audio", where the answer has any
         self.tokens = {"reasoning": 0, "answer": 0, "call": 0}
         self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0}
@@ -3098,6 +3158,13 @@ class Reply:
         if self.answer.tell() + self.thought.tell() > MAX_LINE:
             raise MMError("protocol", f"the answer passed {MAX_LINE >> 20} Mi characters")
 
+    def add_extra(self, fields):
+        """Keeps fields that only this server knows; a list goes on where it stopped."""
+        for key, value in fields.items():
+            before = self.extra.get(key)
+            is_more = isinstance(before, list) and isinstance(value, list)
+            self.extra[key] = before + value if is_more else value
+
     def produced_tokens(self):
         """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta
         is a token.
@@ -3130,6 +3197,8 @@ def read_reply(incoming, reply, tags=None):
             yield {"type": "waiting", "seconds": value}
         elif kind == "call":
             reply.calls.add(value)
+        elif kind == "extra":
+            reply.add_extra(value)
         elif kind == "progress":
             reply.count_prompt(value[0])
             yield {"type": "progress", "processed": value[0], "total": value[1]}
@@ -3167,7 +3236,7 @@ class Conversation:
         self.restartable, self.may_end_thinking, self.tap = restartable, end_thinking, tap
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
-        # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "thought" (see Echo)
+        # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "origin" (see Echo)
         self.history = []
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
@@ -3272,7 +3341,7 @@ class Conversation:
             yield from self.make_room()
             reply = yield from self.model_call()
             calls, answer, self.partial = reply.finished_calls(), reply.answer.getvalue(), ""
-            message = {"role": "assistant", "content": answer, **self.echo.label(reply)}
+            message = {"role": "assistant", "content": answer, **self.echo.label(reply, calls)}
             if calls:
                 message["tool_calls"] = calls
             if answer.strip() or calls:
@@ -3315,7 +3384,8 @@ class Conversation:
         tries, loading, started = 0, False, time.monotonic()
         think = False if make_body else self.think
         while True:
-            reply = Reply(None if make_body else self.timeline, self.echo.on)
+            may_go_back = self.echo.on or bool(self.toolbox.names)
+            reply = Reply(None if make_body else self.timeline, may_go_back)
             self.replies.append(reply)
             try:
                 body = make_body() if make_body else self.request()
@@ -3354,12 +3424,16 @@ class Conversation:
         refused = refuses_thoughts(error)
         if self.thought_tokens and (refused or error.kind == "overflow"):
             for message in self.history:
-                message.pop("thought", None)
+                message.get("origin", {})["text"] = ""
             why = "the context is full"
             if refused:
                 self.echo.refusing.add(self.backend.model)
                 why = "the server refuses thinking in the history, and gets none from now on"
             yield notice(f"{why}: asked again without the earlier thinking")
+            return True
+        missing = re.search(r"\b(reasoning_content|reasoning)\b.*HTTP 400", error.message)
+        if missing and not self.echo.insists and any(m.get("tool_calls") for m in self.history):
+            self.echo.insists = missing.group(1)
             return True
         if error.kind == "overflow" and self.can_sum_up:
             self.window = self.window or error.window
@@ -3387,12 +3461,12 @@ class Conversation:
     def request(self):
         """The bytes of the next request."""
         tools = self.toolbox.schemas()
-        thoughts = self.echo.thoughts(self.history, tools)
-        self.thought_tokens = sum(thought["tokens"] for thought in thoughts.values())
+        backs = self.echo.backs(self.history, tools)
+        self.thought_tokens = sum(back["tokens"] for back in backs.values())
         # options (-o) are the strongest: section 14 has laid them over the provider's own
         sampling = merged(self.settings["sampling"], self.backend.entry["sampling"])
         return serialised(self.protocol.body(self.history, self.system, tools, sampling, self.think,
-                                             self.refused, thoughts))
+                                             self.refused, backs))
 
     def read(self, reply, body, tags):
         """One request and its stream, as events. body: its bytes; tags: see Protocol.tags()."""
@@ -3437,8 +3511,8 @@ class Conversation:
         if not count:
             tokens = tokens_in([self.system, tools])
         tokens += tokens_in([without_thought(message) for message in self.history[count:]])
-        thoughts = self.echo.thoughts(self.history, tools)
-        return tokens + sum(thought["tokens"] for thought in thoughts.values())
+        backs = self.echo.backs(self.history, tools)
+        return tokens + sum(back["tokens"] for back in backs.values())
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""
@@ -3566,7 +3640,7 @@ def tool_call_event(call):
 
 def without_thought(message):
     """A message as it is recorded: what a model thought stays in memory."""
-    return {key: value for key, value in message.items() if key != "thought"}
+    return {key: value for key, value in message.items() if key != "origin"}
 
 
 def tokens_in(value):

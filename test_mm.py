@@ -1459,7 +1459,7 @@ def test_a_slow_reader_holds_the_server_back(serve, monkeypatch):
     ("a chat", [user("a"), assistant("b"), user("c")], [user("a"), assistant("b"), user("c")]),
     ("questions without answers are joined", [user("a"), user("b"), assistant("c")], [user("a\n\nb"), assistant("c")]),
     ("an empty answer is left out", [user("a"), assistant(" \n"), user("b")], [user("a\n\nb")]),
-    ("mm's own labels are left out", [user("a"), {**assistant("b"), "thought": {"text": "hm"}}], [user("a"), assistant("b")]),
+    ("mm's own labels are left out", [user("a"), {**assistant("b"), "origin": {"text": "hm"}}], [user("a"), assistant("b")]),
     ("a call and its result", [user("a"), assistant("", made("1")), tool("1"), assistant("b")],
      [user("a"), assistant("", sent("1")), tool("1"), assistant("b")]),
     ("broken arguments become none", [user("a"), assistant("x", made("1", None)), tool("1")],
@@ -1501,7 +1501,7 @@ def test_thinking_goes_back_to_a_local_server_in_the_field_that_it_reads(serve, 
     conversation = thinker(server, box("y"), provider)
     ask(conversation)
     ask(conversation, "and?")
-    fields = [sorted(set(message) & {"reasoning_content", "reasoning", "thought"}) for message in server.arrived(3).body["messages"]]
+    fields = [sorted(set(message) & {"reasoning_content", "reasoning", "origin"}) for message in server.arrived(3).body["messages"]]
     assert fields == [[], [field] if field else [], [], [field] if field else [], []]
     assert [message[field] for message in server.posts[2].body["messages"] if field in message] == (["I look", "I see"] if field else [])
 
@@ -1626,7 +1626,7 @@ def test_a_saved_session_does_not_hold_the_thinking(serve, run_mm, tmp_path):
     result = run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-i", stdin="hi\nand?\n")
     assert result.code == 0 and echoed(server.arrived(2)) == ["I see"]
     saved = b"".join(path.read_bytes() for path in (tmp_path / ".local/state/mm/sessions").iterdir())
-    assert b"and?" in saved and b"I see" not in saved and b"thought" not in saved
+    assert b"and?" in saved and b"I see" not in saved and b"origin" not in saved
     run_mm("--config", "c.yaml", "-p", "llamacpp", *at(server), "-c", "more")
     assert echoed(server.arrived(3)) == [None, None]
 
@@ -2935,7 +2935,7 @@ def test_every_message_is_on_disk_when_it_is_complete_and_thinking_never_is(serv
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
     ended.set()
     done = json.loads(process.communicate(timeout=PATIENCE)[0].splitlines()[-1])
-    assert done["session"] == path.name[:-6] and stored(folder)[0][-1]["content"] == "halfmore" and "thought" not in path.read_text()
+    assert done["session"] == path.name[:-6] and stored(folder)[0][-1]["content"] == "halfmore" and "origin" not in path.read_text()
 
 
 @pytest.mark.parametrize("script, kept", [
