@@ -726,7 +726,9 @@ def explain_exception(error, backend, proxy, answered):
             f"set NO_PROXY={host} to go round it",
         )
     if "SSLError" in classes or any(isinstance(e, ssl.SSLError) for e in chain):
-        advice = "is it plain http?" if re.search("WRONG_VERSION|RECORD_LAYER", repr(chain)) else "check its certificate"
+        advice = "check its certificate (SSL_CERT_FILE names a CA of your own)"
+        if re.search("WRONG_VERSION|RECORD_LAYER|timed out", repr(chain)):
+            advice = "is it plain http? Then the URL begins with http://"
         return MMError("unreachable", compose(f"no TLS connection to {host}: {reason}", "", advice))
     if undialled and any(isinstance(e, socket.gaierror) for e in chain):
         return MMError(
@@ -787,6 +789,7 @@ PROVIDERS = {
     # tools             page that tells whether the model's template takes tools; where not, they are ignored without an error
     # For thinking that is sent back (reasoningEcho, section 6):
     # echo              the field of a message that it is read from
+    # streamsCalls      it sends a call's arguments as they are written, not in one piece after a long silence
     # insists           the field without which it takes no calls of its own back
     # render            page that shows the prompt that messages become
     # keeps             page that tells whether the template keeps all thinking of a history
@@ -796,6 +799,7 @@ PROVIDERS = {
         "url": "http://localhost:12434/engines/v1",
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "streamsCalls": True,
         "echo": "reasoning_content", "limit": {},
         "start": "docker desktop enable model-runner --tcp {port}", "get": "docker model pull {model}",
         "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
@@ -805,6 +809,7 @@ PROVIDERS = {
         "fallback": ["http://localhost:9931/v1",  # where newer builds listen
                      "http://host.docker.internal:8080/v1", "http://host.docker.internal:9931/v1"],
         "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "streamsCalls": True,
         "echo": "reasoning_content", "render": "/apply-template", "limit": {},
         "start": "llama-server -m MODEL.gguf --port {port}", "get": "it has the models that --models lists",
         "window": [("models", "data.[].meta.n_ctx"), (LLAMA_PROPS, "default_generation_settings.n_ctx")],
@@ -832,10 +837,11 @@ PROVIDERS = {
     },
     "openai": {
         "url": "https://api.openai.com/v1", "apiKeyEnv": "OPENAI_API_KEY", "fields": USAGE, "thinking": EFFORT,
+        "streamsCalls": True,
     },
     "deepseek": {
         "url": "https://api.deepseek.com/v1", "apiKeyEnv": "DEEPSEEK_API_KEY", "fields": USAGE,
-        "insists": "reasoning_content",
+        "insists": "reasoning_content", "streamsCalls": True,
         "thinking": {"on": {"thinking": {"type": "enabled"}}, "off": {"thinking": {"type": "disabled"}}},
     },
     "openrouter": {
@@ -850,7 +856,7 @@ PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
 ENTRY_DEFAULTS = {
     "fallback": [], "local": False, "fields": {}, "thinking": {}, "start": "", "get": "", "window": [], "tools": (),
-    "echo": "reasoning_content", "insists": "", "render": "", "keeps": (), "limit": {"max_tokens": 2048},
+    "echo": "reasoning_content", "insists": "", "streamsCalls": False, "render": "", "keeps": (), "limit": {"max_tokens": 2048},
     "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
 
 CONNECT_SECONDS = 10.0
@@ -951,7 +957,8 @@ def open_session(connection, url):
     requests = need_requests()
     session = requests.Session()
     session.trust_env = False
-    for name in ("CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
+    # as curl, uv and requests read them; the last one that is set counts
+    for name in ("SSL_CERT_DIR", "SSL_CERT_FILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
         if os.environ.get(name):
             session.verify = os.environ[name]
             if not os.path.exists(session.verify):
@@ -2032,7 +2039,8 @@ def stalled_error(silent, phase):
         )
     return MMError(
         "stalled",
-        f"the stream fell silent for {silent} s: --watchdog (watchdogTimeout) sets the limit",
+        f"the stream fell silent for {silent} s: --watchdog (watchdogTimeout) sets the limit"
+        " (while tools are offered it is --first-token's, where a call may come in one piece)",
     )
 
 
@@ -3473,9 +3481,11 @@ class Conversation:
         def open_stream(connection):
             return self.protocol.stream(body, connection, self.tap, self.notices.append)
 
-        settings = self.settings
-        self.call = ModelCall(open_stream, settings["watchdogTimeout"],
-                              settings["firstTokenTimeout"])
+        first, silence = self.settings["firstTokenTimeout"], self.settings["watchdogTimeout"]
+        streams_calls = self.backend.entry["streamsCalls"] or not self.toolbox.names
+        if not streams_calls and not self.settings.source("watchdogTimeout"):
+            silence = first and max(first, silence)
+        self.call = ModelCall(open_stream, silence, first)
         for event in read_reply(self.call, reply, tags):
             yield event
             yield from self.what_is_to_be_said()
@@ -4335,7 +4345,8 @@ def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅�
         second.append(f"first token after {seconds['first_token']:.1f} s")
     if seconds["total"] is not None:
         second.append(f"{seconds['total']:.1f} s in all")
-    return "\n".join(filter(None, (" ".join(first), " · ".join(second))))
+    glue = "\n" if columns else " · "  # in a file, a turn is a line
+    return glue.join(filter(None, (" ".join(first), " · ".join(second))))
 
 
 def binned(row, tenths):
@@ -4438,8 +4449,11 @@ class Repl:
         try:
             if os.path.isfile(path):  # a pipe would wait for its other end
                 readline.read_history_file(path)
+            if readline.get_current_history_length() > 2000:
+                readline.write_history_file(path)  # the last 1,000
         except (OSError, UnicodeError):
             pass  # not readable: it is a convenience
+        self.old_lines = readline.get_current_history_length()
         return readline
 
     def save_lines(self):
@@ -4447,8 +4461,11 @@ class Repl:
             return
         try:
             os.makedirs(os.path.dirname(self.history_file), mode=0o700, exist_ok=True)
-            self.readline.write_history_file(self.history_file)
+            # appended, so that another conversation's lines stay
+            os.close(os.open(self.history_file, os.O_WRONLY | os.O_CREAT, 0o600))
+            typed = self.readline.get_current_history_length() - self.old_lines
             os.chmod(self.history_file, 0o600)
+            self.readline.append_history_file(typed, self.history_file)
         except OSError:
             pass  # a read-only home is no fault of the conversation
 
@@ -4968,7 +4985,10 @@ def with_files(question, paths, notices):
     """The question with each file below it, named and fenced."""
     parts = [question] if question.strip() else []
     for path in paths:
-        text = as_question(read_bytes(path, "-f"), path, notices)
+        raw = read_bytes(path, "-f")
+        text = as_question(raw, path, notices)
+        if text.count("\ufffd") > max(10, len(text) // 20):
+            raise MMError("config", f"-f {readable(path)}: this is no text ({len(raw):,} bytes)")
         fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
         parts.append(f"{readable(path)}:\n{fence}\n{text.rstrip()}\n{fence}")
     return "\n\n".join(parts)

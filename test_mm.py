@@ -358,7 +358,8 @@ def backend_of(provider="", url="http://127.0.0.1:1/v1", key="", model="m"):
 
 def settings_of(**values):
     settings = mm.Settings()
-    settings.values.update(values)
+    for key, value in values.items():
+        settings.values[key], settings.sources[key] = value, "the test"
     return settings
 
 
@@ -3401,7 +3402,7 @@ def a_done(tokens=(812, 90), spent=(38.2, 4.1), **rows):
 
 def test_figures_show_thinking_and_answer_apart_with_their_tokens_over_time():
     line = mm.figures(a_done(prompt=[1000, 2000], reasoning=[0, 0, 1, 2, 8], answer=[0, 0, 0, 0, 0, 4, 4]))
-    assert re.fullmatch(r"💭 38.2 s · 812 tok · 21 tok/s ▁▂█ 🤖 4.1 s · 90 tok · 22 tok/s ▄▄\nprompt 3,412 tok, 3,390 from cache ▄█"
+    assert re.fullmatch(r"💭 38.2 s · 812 tok · 21 tok/s ▁▂█ 🤖 4.1 s · 90 tok · 22 tok/s ▄▄ · prompt 3,412 tok, 3,390 from cache ▄█"
                         r" · first token after 0.4 s · 42.8 s in all", line)
     assert mm.figures(a_done((0, 90), (0.0, 4.1), call=[3, 3])).startswith("🤖 4.1 s · 90 tok · 22 tok/s █")
 
