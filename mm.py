@@ -96,7 +96,7 @@ class MMError(Exception):
 
     again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call
     once more, "loading" and "busy" the same call after `wait` seconds, until the model is loaded or
-    once, "field" the call without the optional `field`. window: the context in tokens, where an
+    once, "field" the call without the optional `field`, "tools" without tools. window: the context in tokens, where an
     overflow names it.
     """
 
@@ -115,7 +115,8 @@ def one_line(text, limit=500):
 
 def did_you_mean(word, words):
     import difflib  # only when something is misspelt
-    close = difflib.get_close_matches(word, words, 1)
+    close = [other for other in words if other.lower().startswith(word.lower())]
+    close = close or difflib.get_close_matches(word, words, 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -529,8 +530,10 @@ OVERFLOW_WINDOW = re.compile(
     r"|context (?:size|length|window)[a-z' ]{0,24}?(\d{1,12})")
 # (HTTP statuses, or none for any; what the words look like; kind; what to do; what may be tried)
 HINTS = (
-    ((), r"--jinja|Unsupported param: tools|Cannot use tools with stream", "server", "start llama-server with --jinja", ""),
-    ((), r"enable-auto-tool-choice", "server", "start vLLM with the options that it names", ""),
+    ((), r"--jinja|Unsupported param: tools|Cannot use tools with stream", "server",
+     "start llama-server with --jinja", "tools"),
+    ((), r"enable-auto-tool-choice", "server", "start vLLM with the options that it names", "tools"),
+    ((), r"does not support tools", "server", "", "tools"),
     ((), r"(?i)loading model|model is loading", "server", "", "loading"),
     ((401, 403), r"", "auth", "{key}", ""),
     ((), r"(?i)(model|backend)\b.{0,200}(not found|not exist|not a valid|unknown|not loaded)"
@@ -1249,10 +1252,10 @@ def named_backend(settings, environ=os.environ):
     if name and name not in table:
         raise MMError("config", f"{settings.source('provider')}: no provider is called "
                       f"{one_line(name, 40)}{did_you_mean(name, table)}: {', '.join(table)}")
-    is_hosted = name and not table[name].get("local")
-    if is_hosted and url and settings.is_option("provider") and not settings.is_option("url"):
-        # or its key would go there
-        notices.append(f"-p {name} puts {settings.source('url')} aside")
+    if name and settings.source("url") == "$MM_BASE_URL" and \
+            settings.source("provider") != "$MM_PROVIDER":
+        # or the provider's key, and a conversation held with it, would go there
+        notices.append(f"{settings.source('provider')} {name} puts $MM_BASE_URL aside")
         url = ""
     if not name and not url:
         return None, []
@@ -1280,6 +1283,10 @@ def resolve(settings, environ=os.environ, needs_model=True, named=None):
     ids = None
     if not backend or backend.entry["fallback"]:
         backend, ids = answering(backend, provider_table(settings), environ, notices)
+    own_url = PROVIDERS.get(backend.name, PLAIN)["url"]
+    is_hosted = not backend.entry["local"] and backend.url == own_url
+    if is_hosted and needs_model and not backend.key:
+        raise MMError("config", f"{backend.name} wants a key: set ${backend.entry['apiKeyEnv']}")
     backend.model = settings["model"].strip() or backend.entry["model"]
     if needs_model and not backend.model:
         backend.model = first_model(backend, ids)
@@ -1309,7 +1316,8 @@ def answering(named, table, environ, notices):
         candidates = [named] + [Backend(named.name, named.entry, url, key=named.key)
                                 for url in named.entry["fallback"]]
     else:
-        candidates = [with_key(Backend(name, entry, url), environ)
+        # a key goes to none of them before one is chosen
+        candidates = [Backend(name, entry, url)
                       for name, entry in table.items() if entry.get("local")
                       for url in [entry["url"], *entry.get("fallback", [])]]
         candidates.sort(key=lambda backend: ".docker.internal" in backend.url)
@@ -1317,9 +1325,12 @@ def answering(named, table, environ, notices):
     def is_meant(status, data):
         return status > 0 if named else bool(model_ids(status, data))
 
-    found = first_good([(backend, "models") for backend in candidates], is_meant)
+    asked = [(backend, "models") for backend in candidates]
+    found = first_good(asked, is_meant)
+    if not found and not named:
+        found = first_good(asked, lambda status, data: status in (401, 403))
     if found:
-        backend = candidates[found[0]]
+        backend = with_key(candidates[found[0]], environ)
         if backend is not named:
             notices.append(f"using {backend.name} at {show_url(backend.url)}")
         return backend, model_ids(*found[1:])
@@ -1399,6 +1410,13 @@ def dig(data, path, model):
         else:
             data = data.get(key) if isinstance(data, dict) else None
     return data
+
+
+def unknown_model(backend, ids):
+    """What to say of a model that is not in a server's list, or ""."""
+    if not ids or any(same_model(name, backend.model) for name in ids):
+        return ""
+    return f"{backend.model} is not among the server's models{did_you_mean(backend.model, ids)}"
 
 
 def fetch_page(backend, path, *body):
@@ -2964,11 +2982,10 @@ class Toolbox:
                 except subprocess.TimeoutExpired:
                     reason += ", and goes on: it belongs to another user"
             self.busy = False
-        if b"\0" in output:
-            text = f"(output that is not text: {len(output):,} bytes)"
-        else:
-            text = output.decode("utf-8", "replace").rstrip("\n")
-        return f"{text}\n[{reason or f'exit status {process.returncode}'}]".lstrip("\n")
+        text = output.decode("utf-8", "replace").replace("\0", "\ufffd").rstrip("\n")
+        if reason:
+            raise ToolError(f"{text}\n[{reason}]".lstrip("\n"))
+        return f"{text}\n[exit status {process.returncode}]".lstrip("\n")
 
 
 def shortened(text):
@@ -3245,7 +3262,7 @@ class Conversation:
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
         # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "origin" (see Echo)
-        self.history = []
+        self.history, self.unrecorded = [], []
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
         self.refused = set()  # optional request fields that this server does not take
@@ -3291,22 +3308,34 @@ class Conversation:
         """The events of `work`, and an `error` for what ends it; the answer so far stays, also
         where run_turn() closes the turn.
         """
+        is_refused = False
         try:
             yield from work
         except MMError as error:
+            is_refused = error.kind not in ("cancelled", "stalled", "interrupted")
             yield {"type": "error", "kind": error.kind, "message": error.message}
         finally:
             if self.partial:
                 self.remember({"role": "assistant", "content": self.partial})
                 self.partial = ""
+            if not is_refused:
+                self.record_all()
         yield from self.what_is_to_be_said()
 
     def remember(self, message):
         self.history.append(message)
-        self.record(without_thought(message))
+        self.unrecorded.append(message)
+        if message["role"] != "user":
+            self.record_all()
+
+    def record_all(self):
+        """Records what was said. A question is, once a server has taken it."""
+        while self.unrecorded:
+            self.record(without_thought(self.unrecorded.pop(0)))
 
     def replace_history(self, history):
         self.history[:] = history
+        self.unrecorded.clear()
         self.measured = (0, 0)
         self.record({"history": [without_thought(message) for message in history]})
 
@@ -3357,6 +3386,7 @@ class Conversation:
             self.measure(reply)
             if not calls:
                 yield from verdict(reply)
+                yield from self.what_of_the_model(reply.model)
                 return
             for call in calls:
                 yield from self.tool_call(call)
@@ -3400,6 +3430,9 @@ class Conversation:
                 yield from self.read(reply, body, self.protocol.tags(think))
                 return reply
             except MMError as error:
+                if error.kind == "not_found" and takes_first_model(self.backend):
+                    hint = unknown_model(self.backend, model_ids(*ask_models(self.backend)))
+                    error.message = f"{error.message} · {hint}" if hint else error.message
                 left_out = yield from self.leave_out(error, reply, make_body is not None)
                 if left_out:
                     continue
@@ -3429,6 +3462,10 @@ class Conversation:
             return True
         if for_summary:
             return False
+        if error.again == "tools" and self.toolbox.names:
+            self.toolbox.names = []
+            yield notice(f"{error.message}: asked again without tools")
+            return True
         refused = refuses_thoughts(error)
         if self.thought_tokens and (refused or error.kind == "overflow"):
             for message in self.history:
@@ -3448,9 +3485,17 @@ class Conversation:
             return (yield from self.compact())
         return False
 
+    def what_of_the_model(self, served):
+        """A notice where a server has answered by another model than the one that was named."""
+        backend = self.backend
+        if takes_first_model(backend) and served and not same_model(served, backend.model):
+            message = unknown_model(backend, model_ids(*ask_models(backend)))
+            if message:
+                yield notice(f"{message}: {served} has answered")
+
     def may_try_again(self, error, reply, tries, elapsed):
         """Whether the call that ended in `error` is made once more (see MMError.again)."""
-        if self.stopped or reply.finish is not None or error.again in ("", "field"):
+        if self.stopped or reply.finish is not None or error.again in ("", "field", "tools"):
             return False
         if error.again == "loading":
             limit = self.settings["firstTokenTimeout"]
@@ -3487,6 +3532,8 @@ class Conversation:
             silence = first and max(first, silence)
         self.call = ModelCall(open_stream, silence, first)
         for event in read_reply(self.call, reply, tags):
+            if event["type"] != "waiting" or event["seconds"] >= 1:  # what is refused, is at once
+                self.record_all()
             yield event
             yield from self.what_is_to_be_said()
             if self.ending == "wanted":  # Ctrl-C
@@ -3618,6 +3665,7 @@ class Conversation:
         session.
         """
         self.history.clear()
+        self.unrecorded.clear()
         self.measured = (0, 0)
         self.toolbox.always.clear()
         if self.session:
@@ -4079,6 +4127,14 @@ class Pen:
             self.busy = 0.0
 
 
+def is_same_file(first, second):
+    """Whether two streams end in one pipe or file (2>&1)."""
+    try:
+        return os.path.sameopenfile(first.fileno(), second.fileno())
+    except (OSError, ValueError):
+        return False
+
+
 class Person:
     """Shows a turn to a person: thinking, then the answer; a status line while nothing has come
     yet.
@@ -4090,7 +4146,8 @@ class Person:
     def __init__(self, out, side, hide=False, quiet=False, stats=False):
         self.out, self.side, self.hide, self.quiet, self.stats = out, side, hide, quiet, stats
         self.pens = [out, side]
-        if out.terminal and side.terminal:
+        self.one_place = (out.terminal and side.terminal) or is_same_file(out.stream, side.stream)
+        if self.one_place:
             side.line = out.line
         self.marks = ("💭 ", "🤖 ") if side.can_show("💭") else ("thinking: ", "answer: ")
         self.tool_mark = "🔧 " if side.can_show("🔧") else "tool: "
@@ -4144,7 +4201,7 @@ class Person:
         if self.block == "thinking" or self.block and self.out.terminal:
             (self.side if self.block == "thinking" else self.out).new_line()
         self.block = ""
-        if self.side.terminal:
+        if self.side.terminal or self.one_place:
             self.side.new_line()
         self.flush()
 
@@ -4443,7 +4500,8 @@ class Repl:
             import readline
         except ImportError:
             return None
-        readline.parse_and_bind("set enable-bracketed-paste on")
+        can_paste = "off" if os.environ.get("TERM") == "dumb" else "on"  # it writes escape sequences
+        readline.parse_and_bind(f"set enable-bracketed-paste {can_paste}")
         readline.set_history_length(1000)
         self.history_file = path
         try:
@@ -4495,10 +4553,8 @@ class Repl:
         self.conversation.window = self.conversation.window or told["window"]
         if told["fault"]:
             self.say(f"mm: {told['fault'].message}")
-        elif told["models"] and not any(same_model(name, self.conversation.backend.model) for name in told["models"]):
-            self.say(
-                f"mm: {self.conversation.backend.model} is not among the server's models (/models)"
-            )
+        elif unknown_model(self.conversation.backend, told["models"]):
+            self.say(f"mm: {unknown_model(self.conversation.backend, told['models'])} (/models)")
         elif told["tools"] is False and self.conversation.toolbox.names:
             self.say(f"mm: {NO_TOOLS}")
 
@@ -4636,9 +4692,10 @@ class Repl:
 
     def do_model(self, rest):
         """[NAME]  say or change the model"""
+        self.say(f"model: {rest or self.conversation.backend.model}")
         if rest:
             self.conversation.use(model=rest)
-        self.say(f"model: {self.conversation.backend.model}")
+            self.advise(probe(self.conversation.backend))
 
     def do_models(self, rest):
         """list the server's models"""
@@ -5021,8 +5078,9 @@ def prepare_streams():
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w"))
+        if stream is None:  # closed by the caller: /dev/full fails, as any closed output should
+            path = "/dev/full" if name == "stdout" and os.path.exists("/dev/full") else os.devnull
+            setattr(sys, name, open(path, "w"))
             continue
         set_blocking(stream)
         import codecs
