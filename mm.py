@@ -2028,7 +2028,7 @@ class ModelCall:
                         raise value
                     return
                 if kind in TOKENS:
-                    says_it_always = says_it_always or phase == "last"
+                    says_it_always = says_it_always or has_finished
                     has_answer = has_answer or kind != "reasoning"
                     silent, phase = 0.0, "next"
                 elif kind == "progress":

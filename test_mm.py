@@ -1097,6 +1097,94 @@ def read(*pieces):
     return SimpleNamespace(thinking=text(events, "reasoning"), answer=reply.answer.getvalue(), calls=calls, usage=reply.usage,
                            finish=reply.finish, error=raised, progress=[e for e in events if e["type"] == "progress"])
 
+# -- how an end is judged
+
+def ended(reason, *before):
+    return b"".join(before) + chunk(finish=reason)
+
+
+@pytest.mark.parametrize("reason", ["network_error", "insufficient_system_resource", "engine_overloaded", "abort"])
+def test_an_end_that_says_the_server_failed_is_asked_again_and_its_call_is_not_run(serve, box, reason):
+    call_of_it = call(index=0, id="a", name="list_files", arguments="{}")
+    server = serve(stream(ended(reason, call_of_it)), stream(OK))
+    events = ask(agent(server, box("y")))
+    assert kinds(events) == ["retry", "answer", "done"] and len(server.posts) == 2 and reason in events[0]["reason"]
+
+
+@pytest.mark.parametrize("reason, tokens", [
+    ("stop", None), ("eos", None), ("end_turn", None), ("length", ["max_tokens"]), ("model_context_window_exceeded", ["model_context_window_exceeded"]),
+    ("content_filter", ["filter"]), ("sensitive", ["filter", "sensitive"]), ("no_more_ink", ["no_more_ink"]),
+])
+def test_other_ends_end_an_answer_and_odd_ones_are_named(serve, reason, tokens):
+    events = ask(talk(serve(stream(ended(reason, chunk("ok"))))))
+    notices = [event["message"] for event in events if event["type"] == "notice"]
+    assert text(events) == "ok" and error(events) is None and len(notices) == bool(tokens)
+    assert all(token in notices[0] for token in tokens or [])
+
+
+@pytest.mark.parametrize("reason", ["content_filter", "refusal"])
+def test_a_filter_that_lets_nothing_through_is_named(serve, reason):
+    kind, message = error(ask(talk(serve(stream(ended(reason))))))
+    assert kind == "empty" and "filter" in message and reason in message
+
+
+@pytest.mark.parametrize("steps", [
+    [chunk("o", finish="stop"), 0.3, chunk("k", finish="stop"), DONE], [chunk("", finish="stop"), 0.3, chunk("o"), chunk("k") + STOP + DONE],
+    [chunk(reasoning="hm", finish="stop"), 0.3, chunk("o", finish="stop"), 0.6, chunk("k", finish="stop") + DONE],
+    [chunk("o") + STOP, 0.1, chunk("k") + DONE], [chunk("ok") + STOP, "reset"], [chunk("ok") + STOP + sse(b"noise \xf0\x9f") + b"data: {\n\n"],
+    *[[chunk("ok") + STOP + sse(mark), "hang"] for mark in (b"DONE", b"[done]", b"[END]", b'"[DONE]"')],
+    [sse(b"one moment") + OK], [b"data: {\"half\": \n\n" + OK],
+    [chunk("ok") + sse({"choices": [{"index": 0, "delta": {}, "message": {"content": "ok"}, "finish_reason": "stop"}]})],
+], ids=range(13))
+def test_a_whole_answer_is_whole_whatever_stands_around_its_end(serve, monkeypatch, steps):
+    monkeypatch.setattr(mm, "GRACE_SECONDS", 0.5)
+    events = ask(talk(serve(stream(*steps)), watchdogTimeout=5.0, retries=0))
+    assert (text(events), error(events)) == ("ok", None)
+
+
+def test_a_body_that_lost_its_last_chunk_is_whole_all_the_same(serve):
+    short = [HEAD + b"Content-Length: 99999\r\n\r\n", chunk("ok") + STOP]
+    for script in (short, chunked(chunk("ok") + STOP)[:-1]):
+        assert error(ask(talk(serve(script), retries=0))) is None
+
+
+def test_noise_is_the_error_where_a_stream_does_not_end_well(serve):
+    kind, message = error(ask(talk(serve(stream(chunk("half") + sse(b"worker 3 ran out of memory"))), retries=0)))
+    assert kind == "server" and "worker 3 ran out of memory" in message
+
+
+def test_a_choice_is_found_by_its_index():
+    def choices(*rows):
+        return sse({"choices": [{"index": index, "delta": delta} for index, delta in rows]})
+    look = {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "look", "arguments": "{}"}}]}
+    assert read(choices((1, {"content": "no"}), (0, {"content": "ok"})) + STOP).answer == "ok"
+    found = read(choices((0, {"content": "ok"}), (1, look)) + STOP)
+    assert (found.answer, found.calls) == ("ok", [("look", {})])
+    legacy = chunk(function_call={"name": "look", "arguments": '{"q": '}) + chunk(function_call={"arguments": '"x"}'}) + STOP
+    assert read(legacy).calls == [("look", {"q": "x"})]
+
+
+@pytest.mark.parametrize("body, message", [
+    ({"base_resp": {"status_code": 1004, "status_msg": "login fail"}}, "login fail"), ({"code": 40301, "msg": "no quota", "success": False}, "no quota"),
+    ({"base_resp": {"status_code": 0, "status_msg": ""}}, None), ({"code": 0, "message": "Success"}, None),
+    ({"error": {"message": "", "code": None}}, None),
+])
+def test_an_error_beside_a_200_is_told_from_a_success(body, message):
+    good = {"choices": [{"index": 0, "delta": {"content": "ok"}, "finish_reason": "stop"}]}
+    found = read(sse(body if message else {**good, **body}))
+    assert (found.error and message in found.error[1]) if message else (found.answer, found.error) == ("ok", None)
+
+
+def test_an_answer_of_pictures_or_sound_alone_is_told_of(serve):
+    for delta, kind in (({"audio": {"data": "AAAA"}}, "audio"), ({"images": [{"image_url": {"url": "data:"}}]}, "image")):
+        events = ask(talk(serve(stream(chunk(**delta) + STOP))))
+        assert [kind in event["message"] for event in events if event["type"] == "notice"] == [True] and error(events) is None
+
+
+def test_line_breaks_inside_the_strings_of_arguments_are_read():
+    assert read(call(index=0, id="a", name="look", arguments='{"q": "a\n\tb"}') + STOP).calls == [("look", {"q": "a\n\tb"})]
+    assert read(b'data: {"choices": [{"delta": {"content": "a\tb"}, "finish_reason": "stop"}]}\n\n').answer == "a\tb"
+
 
 @pytest.mark.parametrize("body", [pytest.param(body, id=name) for name, body in {
     "events as they should be": chunk("o") + chunk("k") + STOP + DONE,
@@ -1589,6 +1677,68 @@ def test_no_message_goes_back_with_thinking_alone(serve, box):
     ask(conversation)
     ask(conversation, "again")
     assert [message["role"] for message in server.arrived(2).body["messages"]] == ["user"]
+
+# -- what strict servers insist on
+
+def insisting(field="reasoning_content", words="the {} of this call must come back with it"):
+    """A POST's script of a server that takes no calls back without their thinking."""
+    def script(request, place):
+        for message in request.body["messages"]:
+            if message.get("tool_calls") and not message.get(field):
+                return reply(400, {"error": {"message": words.format(field)}})
+        return stream(LOOKED) if place == 0 else stream(OK)
+    return script
+
+
+@pytest.mark.parametrize("provider, posts", [("deepseek", 2), ("", 3), ("llamacpp", 3)])
+def test_thinking_goes_back_with_its_calls_where_a_server_insists(serve, box, provider, posts):
+    server = serve()
+    server.script = insisting()
+    conversation = agent(server, box("y"), provider)
+    events = ask(conversation)
+    assert (text(events), error(events), len(server.posts)) == ("ok", None, posts)
+    ask(conversation, "and?")
+    assert echoed(server.posts[-1]) == ["I look", None] and len(server.posts) == posts + 1
+
+
+def test_where_the_thinking_is_not_known_any_more_a_space_stands_for_it(serve, box):
+    server = serve()
+    server.script = insisting()
+    conversation = agent(server, box("y"), "deepseek")
+    conversation.history += [user("hi"), assistant("", made("c12345678")), tool("c12345678"), assistant("done")]
+    assert error(ask(conversation)) is None and echoed(server.arrived())[0] == " "
+
+
+def test_what_a_server_adds_goes_back_to_it_unchanged_and_stays_out_of_the_session(serve, box):
+    signed = {"google": {"thought_signature": "c2ln"}}
+    details = [{"type": "reasoning.text", "text": "hm", "index": 0}, {"type": "reasoning.encrypted", "data": "ZW5j", "index": 1}]
+    first = sse({"model": "m", "choices": [{"delta": {"reasoning_details": details[:1]}}]}) + \
+        sse({"model": "m", "choices": [{"delta": {"reasoning_details": details[1:], "tool_calls": [
+            {"index": 0, "id": "a", "extra_content": signed, "function": {"name": "list_files", "arguments": "{}"}}]}}]}) + chunk(finish="tool_calls")
+    server, recorded = serve(stream(first), stream(OK)), []
+    conversation = agent(server, box("y"), record=recorded.append)
+    ask(conversation)
+    message = server.arrived(2).body["messages"][1]
+    assert message["reasoning_details"] == details and message["tool_calls"][0]["extra_content"] == signed
+    assert "c2ln" not in str(recorded) and "ZW5j" not in str(recorded)
+    conversation.backend.model = "other"
+    ask(conversation, "and?")
+    assert "c2ln" not in str(server.arrived(3).body) and "ZW5j" not in str(server.arrived(3).body)
+
+
+@pytest.mark.parametrize("name", ["look<|channel|>x", "functions.look", 'look" path="a', "a" * 80, "größe"])
+def test_names_and_ids_go_out_in_a_form_that_every_server_takes(serve, box, name):
+    server = serve(stream(call(index=0, id="functions.look:0", name=name, arguments="{}") + chunk(finish="tool_calls")), stream(OK))
+    conversation = agent(server, box("y"))
+    assert error(ask(conversation)) is None
+    _, asked, result = server.arrived(2).body["messages"]
+    assert re.fullmatch("[A-Za-z0-9_-]{1,64}", asked["tool_calls"][0]["function"]["name"])
+    assert asked["tool_calls"][0]["id"] == result["tool_call_id"] == "functions.look:0"  # to the server that made it
+    other = agent(server, box=None)
+    other.history += conversation.history
+    ask(other, "and?")
+    _, asked, result, *_ = server.arrived(3).body["messages"]
+    assert re.fullmatch("[A-Za-z0-9]{9}", result["tool_call_id"]) and asked["tool_calls"][0]["id"] == result["tool_call_id"]
 
 
 REFUSED = "Cannot pass both content and thinking in an assistant message with tool calls!"
@@ -3804,6 +3954,146 @@ def test_a_replay_is_paced_on_a_terminal_alone(run_mm, terminal, tmp_path):
     screen.expect("word word")
     screen.send("\x03")
     assert screen.code() == 130 and "Traceback" not in screen.shown and termios.tcgetattr(screen.slave) == screen.attributes
+
+@pytest.mark.parametrize("headers, body, wait", [
+    ({"Retry_After": "0"}, {}, 0), ({"Retry_After": "0.2"}, {}, 0.2), ({"retry_after_ms": "200", "Retry_After": "9"}, {}, 0.2),
+    ({"Retry_After": "Wed, 21 Oct 2015 07:28:00 GMT"}, {}, 0), ({}, {"details": [{"retryDelay": "0.2s"}]}, 0.2),
+])
+def test_a_busy_server_says_how_long_in_many_ways(serve, headers, body, wait):
+    busy = reply(429, {"error": {"message": "slow down", **body}}, **headers)
+    server, started = serve(busy, stream(OK)), time.monotonic()
+    events = ask(talk(server))
+    assert kinds(events) == ["retry", "answer", "done"] and wait <= time.monotonic() - started < wait + 0.8
+
+
+@pytest.mark.parametrize("headers, error_body, tokens", [
+    ({}, {"message": "You exceeded your quota", "code": "insufficient_quota"}, ["credit", "billing"]),
+    ({"Retry_After": "300"}, {"message": "slow down"}, ["5 minutes"]),
+])
+def test_a_wait_that_is_too_long_or_in_vain_is_told_and_not_taken(serve, headers, error_body, tokens):
+    server = serve(reply(429, {"error": error_body}, **headers))
+    kind, message = error(ask(talk(server)))
+    assert kind == "rate_limited" and len(server.posts) == 1 and all(token in message for token in tokens)
+
+
+@pytest.mark.parametrize("status, tokens, posts", [(524, ["524", "did not answer"], 2), (413, ["413", "too large"], 1), (500, ["500"], 1)])
+def test_a_web_page_of_a_gateway_is_told_by_its_status(serve, status, tokens, posts):
+    page = f"<!DOCTYPE html><html><head><title>{status} | box</title></head></html>".encode()
+    server = serve(reply(status, page, Content_Type="text/html", Retry_After=0))
+    _, message = error(ask(talk(server)))
+    assert all(token in message for token in tokens) and "URL" not in message and len(server.posts) == posts
+
+
+@pytest.mark.parametrize("figures, prompt, produced", [
+    ({"prompt_tokens": 40, "completion_tokens": 2, "total_tokens": 942, "prompt_tokens_details": {"cached_tokens": 900}}, 940, (0, 2)),
+    ({"prompt_tokens": 940, "completion_tokens": 2, "total_tokens": 942, "prompt_tokens_details": {"cached_tokens": 900}}, 940, (0, 2)),
+    ({"prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 45, "completion_tokens_details": {"reasoning_tokens": 30}}, 12, (30, 3)),
+    ({"prompt_tokens": 12, "completion_tokens": 33, "total_tokens": 45, "completion_tokens_details": {"reasoning_tokens": 30}}, 12, (30, 3)),
+])
+def test_tokens_that_a_server_counts_beside_the_others_are_added(serve, figures, prompt, produced):
+    events = list(talk(serve(stream(chunk("ok") + STOP + usage(**figures) + DONE))).ask("hi"))
+    assert mm.counted_tokens(figures, None)[0] == prompt and events[-1]["tokens"] == produced
+
+
+@pytest.mark.parametrize("provider, limits, stalls", [("ollama", {}, False), ("llamacpp", {}, True), ("ollama", {"watchdogTimeout": 0.2}, True)])
+def test_the_silence_while_a_call_is_written_is_bounded_by_the_first_tokens_limit(serve, box, provider, limits, stalls):
+    server = serve(stream(chunk(reasoning="I write"), 0.6, call(index=0, id="a", name="list_files", arguments="{}") + chunk(finish="tool_calls")), stream(OK))
+    settings = settings_of(firstTokenTimeout=5.0, **limits)
+    settings.values["watchdogTimeout"] = 0.2
+    conversation = mm.Conversation(backend_of(provider, server.url), settings, box("y"))
+    assert bool(error(ask(conversation))) == stalls
+
+
+def test_a_server_that_refuses_tools_is_asked_without_them(serve, box):
+    server = serve(reply(500, {"error": {"message": "tools param requires --jinja flag"}}), stream(OK))
+    events = ask(agent(server, box("y")))
+    assert text(events) == "ok" and "tools" not in server.arrived(2).body
+    assert ["without tools" in event["message"] for event in events if event["type"] == "notice"] == [True]
+
+
+def test_a_model_that_the_server_does_not_have_is_told_of(serve):
+    missing = reply(404, {"error": {"message": "model 'qwen3' not found"}})
+    for script, name in ((missing, "qwen3"), (stream(OK), "qwen3:0.5b")):
+        server = serve(script)
+        server.models = {"data": [{"id": "qwen3:0.6b"}, {"id": "m"}]}
+        conversation = talk(server, "ollama")
+        conversation.backend.model = name
+        events = ask(conversation)
+        told = [event["message"] for event in events if event["type"] in ("error", "notice")]
+        assert len(told) == 1 and f"{name} is not among the server's models" in told[0] and "qwen3:0.6b" in told[0]
+
+
+# -- whose key goes where
+
+@pytest.mark.parametrize("values, environ, goes", [
+    ({"provider": "-p"}, {}, False), ({"provider": "config.yaml: provider"}, {}, False), ({"provider": "session x"}, {}, False),
+    ({"provider": "$MM_PROVIDER"}, {}, True), ({"provider": "-p", "url": "--url"}, {}, True),
+])
+def test_a_key_goes_to_its_providers_url_or_where_a_person_sends_it(values, environ, goes):
+    settings = settings_of(provider="openai", url="http://box:9/v1")
+    settings.sources.update({"url": "$MM_BASE_URL", **values})
+    backend, notices = mm.named_backend(settings, {"OPENAI_API_KEY": "sk-k1"})
+    assert (backend.url == "http://box:9/v1") == goes and len(notices) == (not goes)
+
+
+def test_a_search_for_a_server_shows_no_key_unless_one_insists(serve, monkeypatch):
+    free, closed = serve(stream(OK)), serve(stream(OK))
+    for server, refuses in ((free, False), (closed, True)):
+        def take(sock, server=server, real=server.take, refuses=refuses):
+            script = real(sock)
+            return reply(401) if refuses and "authorization" not in server.gets[-1].headers else script
+        server.take = take
+        row = {"url": server.url, "local": True, "apiKeyEnv": "MM_API_KEY"}
+        monkeypatch.setattr(mm, "PROVIDERS", {"box": row})
+        backend, _ = mm.resolve(settings_of(), {"MM_API_KEY": "sk-k1"})
+        assert backend.key == "sk-k1" and "sk-k1" not in str(server.gets[0].headers)
+
+
+def test_a_dummy_key_blots_nothing_out_and_a_token_in_a_url_is_never_shown(serve, run_mm):
+    refusal = reply(400, {"error": {"message": "none of it: tok3n-9 is no ollama"}})
+    server = serve(refusal)
+    assert "none of it" in run_mm(*at(server), "hi", env={"MM_API_KEY": "none"}).err
+    url = server.url.replace("http://", "http://tok3n-9@")
+    assert "tok3n-9" not in said(run_mm("--url", url, "-m", "m", "hi"))
+
+
+# -- surroundings
+
+@pytest.mark.parametrize("script, args", [(reply(400, {"error": {"message": "no"}}), []), (None, ["--url", "http://127.0.0.1:9/v1"])])
+def test_a_question_that_no_server_took_is_not_stored(serve, run_mm, folder, script, args):
+    server = serve(stream(OK))
+    run_mm(*at(server), "the first")
+    run_mm(*(args or at(serve(script))), "-m", "m", "the refused one")
+    assert len(list(folder.glob("*"))) == 1
+    assert run_mm("-c", "and?").code == 0 and "the first" in str(server.arrived(2).body)
+
+
+def test_in_one_pipe_the_answers_last_line_ends_before_notices(serve, run_mm):
+    result = run_mm(*at(serve(stream(chunk("half") + CUT))), "--stats", "hi", redirect="2>&1")
+    lines = result.out.split("\n")
+    assert lines[0] == "half" and lines[1].startswith("mm: the answer is cut")
+
+
+def test_a_binary_file_is_refused_before_anything_is_sent(serve, run_mm, tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(range(256)) * 8)
+    server = serve(stream(OK))
+    result = run_mm(*at(server), "-f", "a.bin", "hi")
+    assert result.code == 2 and "a.bin" in result.err and result.err.count("\n") == 1 and not server.posts
+
+
+def test_a_dumb_terminal_gets_no_escape_sequence(serve, terminal):
+    screen = terminal(*at(serve(stream(OK))), env={"TERM": "dumb"})
+    screen.prompt()
+    screen.send("hi\r")
+    screen.expect("ok")
+    screen.prompt()
+    screen.send("\x04")
+    assert screen.code() == 0 and "\x1b" not in screen.shown
+
+
+def test_a_command_that_ran_into_its_limit_did_not_succeed(box):
+    ok, output = use(box("y", seconds=0.2), "run_command", command="echo begun; sleep 9")
+    assert not ok and "begun" in output and "time limit" in output
 
 
 # ======================================================================================================================
