@@ -128,11 +128,7 @@ def clean(text):
 
 def cleaned(value):
     """JSON data without lone surrogates."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, list):
-        return [cleaned(item) for item in value]
-    return {cleaned(k): cleaned(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return json.loads(clean(json.dumps(value, ensure_ascii=False)))
 
 
 def readable(text):
@@ -159,14 +155,11 @@ JSON = json.JSONDecoder(parse_constant=lambda word: None, strict=False)
 
 
 def read_json(text):
-    """The one JSON value that `text` is; a NaN alone is none. Raises ValueError."""
+    """The JSON value that `text` is. Raises ValueError."""
     try:
-        value = JSON.decode(text)
+        return JSON.decode(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if value is None and text.strip() != "null":
-        raise ValueError("this is no JSON value")
-    return value
 
 
 def json_or_text(text):
@@ -177,21 +170,19 @@ def json_or_text(text):
 
 
 def as_int(value):
-    """A count that a server tells; 0 for anything that is none."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 53
-    return value if is_count else 0
-
-
-def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12
+    """A number that a server tells, as a whole one; 0 for anything else."""
+    is_number = type(value) in (int, float)  # a bool is none
+    return int(value) if is_number and 0 < value < 1 << 53 else 0
 
 
 def on_signal(number, handler):
-    """signal.signal(), but what a parent had ignored stays so (nohup, a shell's job in the
-    background); -> the handler before.
+    """signal.signal(), but what a parent has ignored stays so (nohup, a shell's job in the
+    background). Gives the handler before.
     """
     before = signal.getsignal(number)
-    return before if before == signal.SIG_IGN else signal.signal(number, handler)
+    if before != signal.SIG_IGN:
+        signal.signal(number, handler)
+    return before
 
 
 # bytes of a file or of piped text; beyond that it is a mistake (/dev/zero), not a question
@@ -199,13 +190,12 @@ MOST_TEXT = 32 << 20
 
 
 def read_bytes(path, option):
+    """A file's bytes. Raises MMError("config"), which names the option that named the file."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MOST_TEXT + 1)
-    except (OSError, ValueError) as error:
-        raise MMError(
-            "config", f"{option} {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+    except OSError as error:
+        raise MMError("config", f"{option} {path}: {error.strerror}") from None
     if len(raw) > MOST_TEXT:
         raise MMError("config", f"{option} {path}: larger than {MOST_TEXT >> 20} MiB")
     return raw
@@ -4929,14 +4919,7 @@ def recorded_seconds(replies, thinking, answer):
     replay's mean nothing.
     """
     def told(key):
-        return (
-            sum(
-                reply.timings[key]
-                for reply in replies
-                if reply.timings and is_number(reply.timings.get(key))
-            )
-            / 1000
-        )
+        return sum(as_int((reply.timings or {}).get(key)) for reply in replies) / 1000
     prompt, predicted, share = told("prompt_ms"), told("predicted_ms"), thinking / max(1, thinking + answer)
     return {"first_token": rounded(prompt or None), "thinking": rounded(predicted * share),
             "answer": rounded(predicted * (1 - share)), "total": rounded(prompt + predicted or None)}
