@@ -234,13 +234,16 @@ SETTINGS = {
     "sampling": ("map", {}, "", ""),
     "providers": ("as it is", {}, "", ""),
 }
-FILE_KEYS = [key for key in SETTINGS if key not in ("url", "think")]
+FILE_KEYS = {key: row[0] for key, row in SETTINGS.items() if key not in ("url", "think")}
 PROVIDER_KEYS = {  # the keys of an entry below `providers:`, and their kinds
-    "like": "text", "url": "text", "fallback": "names", "apiKeyEnv": "text", "model": "text", "local": "flag",
-    "sampling": "map", "thinkTags": "tags", "protocol": "protocol", "template": "template",
+    "like": "text", "url": "text", "fallback": "names", "apiKeyEnv": "variable", "model": "text",
+    "local": "flag", "sampling": "map", "thinkTags": "tags", "protocol": "protocol",
+    "template": "template",
 }
 LOOKS_LIKE_A_SECRET = re.compile(r"(?i)^(api[-_]?key|key|token|secret|password|bearer)$")
-KEY_IN_FILE = "a key does not belong in this file: put it into an environment variable, and the variable's name here as apiKeyEnv"
+OF_A_PROVIDER = " (it belongs below `providers: NAME:`)"
+KEY_IN_FILE = ("a key does not belong in this file: put it into an environment variable, "
+               "and the variable's name here as apiKeyEnv")
 
 
 def typed(value):
@@ -250,97 +253,67 @@ def typed(value):
     like.
     """
     if isinstance(value, dict):
-        return {str(k): typed(v) for k, v in value.items()}
+        return {key: typed(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [typed(v) for v in value]
+        return [typed(item) for item in value]
     return json_or_text(value) if isinstance(value, str) else value
 
 
-def require(fine, value=None):
-    """`value`, or ValueError where it is not fine."""
-    if not fine:
-        raise ValueError
-    return value
-
-
 def as_number(value, most=1e9):
-    """Also from text such as 5e-4, as YAML gives it; no bool, nan or negative number."""
-    return require(not isinstance(value, bool) and 0 <= float(value) <= most, float(value))
+    """The number in a text such as 5e-4, as YAML gives it; not negative, not nan."""
+    number = float(str(value))  # str: JSON's true is no number
+    if not 0 <= number <= most:
+        raise ValueError
+    return number
+
+
+def as_count(value):
+    number = as_number(value)
+    if number % 1:
+        raise ValueError
+    return int(number)
 
 
 def as_names(value):
     items = value.split(",") if isinstance(value, str) else value
-    return require(isinstance(items, list), [item.strip() for item in items if item.strip()])
+    return [item.strip() for item in items if item.strip()]
 
 
-FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-FORMATS = ("chatml", "llama3", "gemma", "mistral")
+FLAGS = {"true": True, "yes": True, "on": True, "1": True,
+         "false": False, "no": False, "off": False, "0": False}
+FORMATS = {name: name for name in ("chatml", "llama3", "gemma", "mistral")}
 # kind: (how it is read, where whatever it raises means "not that"; what a person is told it wants)
+# kind: (a function that gives the value, or raises where it is none; or a table of words and their
+# values; what a person is told that it wants)
 KINDS = {
     "text": (clean, "text (put it in quotes)"),
-    "flag": (lambda value: FLAGS[str(value).strip().lower()], "true or false"),
-    "tags": (lambda value: {**FLAGS, "open": "open"}[str(value).strip().lower()], "true, false or open"),
+    "flag": (FLAGS, "true or false"),
+    "tags": ({**FLAGS, "open": "open"}, "true, false or open"),
     "seconds": (as_number, "a number of seconds, such as 20"),
-    "count": (lambda value: require(as_number(value) % 1 == 0, int(as_number(value))), "a whole number, 0 or more"),
+    "count": (as_count, "a whole number, 0 or more"),
     "fraction": (lambda value: as_number(value, 1), "a number from 0 to 1"),
     "names": (as_names, "a list of names"),
-    "map": (lambda value: require(isinstance(value, dict), typed(value)), "a map of keys and values"),
-    # each entry is read by itself
-    "as it is": (lambda value: require(isinstance(value, dict), value), "a map of keys and values"),
-    "protocol": (lambda value: require(value in ("chat", "completions"), str(value)), "chat or completions"),
-    "template": (lambda value: require(value in FORMATS, str(value)), ", ".join(FORMATS)),
+    "variable": (lambda value: re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", value).group(),
+                 "the name of an environment variable, in capitals"),
+    "map": (lambda value: typed(dict.copy(value)), "a map of keys and values"),
+    "as it is": (dict.copy, "a map of keys and values"),  # each entry is read by itself
+    "protocol": ({"chat": "chat", "completions": "completions"}, "chat or completions"),
+    "template": (FORMATS, ", ".join(FORMATS)),
 }
-
-
-def converted(value, kind, where):
-    """`value` as its kind wants it, or MMError("config") with one line that begins with `where`."""
-    convert, wanted = KINDS[kind]
-    try:
-        return convert(value)
-    except (ValueError, TypeError, KeyError, OverflowError, AttributeError):
-        # a map could hold a key
-        shown = {dict: "a map", list: "a list"}.get(type(value)) or f"'{one_line(value, 60)}'"
-        raise MMError("config", f"{where}: wants {wanted}, not {shown}") from None
-
-
-def read_map(data, kinds, elsewhere, where, faults, notices):
-    """{key: value} of a map in the config file, each value as its kind in `kinds` wants it.
-
-    elsewhere: (keys that belong to another place of the file, words that say which); where: how the
-    place of a key begins; faults, notices: lists that get a line for each.
-    """
-    values = {}
-    for key, value in data.items():
-        if LOOKS_LIKE_A_SECRET.match(key):
-            faults.append(f"{where}{key}: {KEY_IN_FILE}")
-        elif key not in kinds:
-            hint = elsewhere[1] if key in elsewhere[0] else did_you_mean(key, kinds)
-            notices.append(f"{where}{key}: unknown key{hint}")
-        elif value in (None, "~", "null") or (value == "" and kinds[key] != "names"):
-            pass  # nothing is set; an empty text is an empty list of names
-        elif key == "apiKeyEnv" and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", str(value)):
-            faults.append(f"{where}{key}: wants the name of an environment variable "
-                          "(its value is not shown here)")
-        else:
-            try:
-                values[key] = converted(value, kinds[key], where + key)
-            except MMError as error:
-                faults.append(error.message)
-    return values
 
 
 class Settings:
     """Every setting's value, and for each that is no default, where it came from.
 
     settings["retries"] is the value; settings.source("retries") is "--retries", "config.yaml:
-    retries" or "" (the default); that of a model can be "$MM_MODEL", or "session ID".
-    settings.notices holds what a person should hear, such as unknown keys; settings.file is the
-    config file, or "".
+    retries" or "" (the default); a model's can also be "$MM_MODEL", or "session ID".
+    settings.notices holds what a person should hear, such as unknown keys; settings.faults a line
+    for each value that cannot be used; settings.file is the config file, or "".
     """
 
     def __init__(self):
         self.values = {key: default for key, (_, default, _, _) in SETTINGS.items()}
-        self.sources, self.notices, self.file = {}, [], ""
+        self.sources, self.notices, self.faults, self.file = {}, [], [], ""
 
     def __getitem__(self, key):
         return self.values[key]
@@ -352,8 +325,51 @@ class Settings:
         return self.source(key) == SETTINGS[key][3]
 
     def put(self, key, value, source):
-        self.values[key] = converted(value, SETTINGS[key][0], source)
+        self.values[key] = self.convert(value, SETTINGS[key][0], source)
         self.sources[key] = source
+
+    def convert(self, value, kind, source):
+        """`value` as its kind wants it; else None, and a fault that begins with the source."""
+        read, wanted = KINDS[kind]
+        try:
+            return read[str(value).lower()] if isinstance(read, dict) else read(value)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            # a map could hold a key, and a variable's name could be one
+            is_hidden = isinstance(value, (dict, list)) or kind == "variable"
+            shown = "what stands there" if is_hidden else f"'{one_line(value, 60)}'"
+            self.faults.append(f"{source}: wants {wanted}, not {shown}")
+
+    def read_map(self, data, kinds, place):
+        """{key: value} of a map in the config file, each value as its kind in `kinds` wants it.
+
+        place: what stands before the key where a line names it.
+        """
+        if not isinstance(data, dict):
+            where = place.rstrip(".: ")
+            self.faults.append(f"{where}: wants keys and values, such as `model: qwen3`")
+            return {}
+        values = {}
+        for key, value in data.items():
+            source = place + key
+            if LOOKS_LIKE_A_SECRET.match(key):
+                self.faults.append(f"{source}: {KEY_IN_FILE}")
+            elif key not in kinds:
+                hint = OF_A_PROVIDER if key in PROVIDER_KEYS else did_you_mean(key, kinds)
+                self.notices.append(f"{source}: unknown key{hint}")
+            # an empty text is no value, but an empty list of names
+            elif value not in (None, "~", "null") and (value != "" or kinds[key] == "names"):
+                values[key] = self.convert(value, kinds[key], source)
+        return values
+
+    def take_file(self, named_by):
+        """Takes the config file's values. Raises MMError("config") where it cannot be read."""
+        data = blaming(self.file, parse_config, read_bytes(self.file, named_by))
+        values = self.read_map(data, FILE_KEYS, f"{self.file}: ")
+        self.values.update(values)
+        self.sources.update({key: f"{self.file}: {key}" for key in values})
+        for name, entry in (values.get("providers") or {}).items():
+            place = f"{self.source('providers')}.{name}."
+            self["providers"][name] = self.read_map(entry, PROVIDER_KEYS, place)
 
 
 def load_settings(options, config="", environ=os.environ):
@@ -362,39 +378,37 @@ def load_settings(options, config="", environ=os.environ):
     Raises MMError("config") with one line per fault. (A session that is resumed comes later, in
     section 14.)
     """
-    settings, faults = Settings(), []
-    path, named_by = config_path(config, environ)
-    if path:
-        settings.file = path
-        take_file(settings, path, named_by, faults)
+    settings = Settings()
+    settings.file, named_by = config_path(config, environ)
+    if settings.file:
+        settings.take_file(named_by)
     for key, (_, _, variable, option) in SETTINGS.items():
-        for value, source in ((environ.get(variable, "").strip() or None, f"${variable}"),
-                              (options.get(key), option)):
-            try:
-                if value is not None:
-                    settings.put(key, value, source)
-            except MMError as error:
-                faults.append(error.message)
-    if faults:
-        raise MMError("config", "\n".join(faults))
+        from_environment = environ.get(variable, "").strip()
+        if from_environment:
+            settings.put(key, from_environment, f"${variable}")
+        if options.get(key) is not None:
+            settings.put(key, options[key], option)
+    if settings.faults:
+        raise MMError("config", "\n".join(settings.faults))
     return settings
 
 
 def config_path(option, environ):
-    """-> (path, what named it), or ("", "") when there is no config file; a file that was named
-    must be there.
+    """-> (path, what named it); the path is "" where there is no config file, and one that was
+    named must be there.
     """
+    variable = environ.get("MM_CONFIG", "").strip()
     if option.strip():
         return option, "--config"
-    if environ.get("MM_CONFIG", "").strip():
-        return os.path.expanduser(environ["MM_CONFIG"].strip()), "$MM_CONFIG"
-    around = os.path.dirname(os.path.realpath(__file__))
-    # mm.pyz: beside it, not in it
-    beside = os.path.dirname(around) if os.path.isfile(around) else around
+    if variable:
+        return os.path.expanduser(variable), "$MM_CONFIG"
+    beside = os.path.dirname(os.path.realpath(__file__))
+    if os.path.isfile(beside):  # mm.pyz: beside it, not in it
+        beside = os.path.dirname(beside)
     for folder in (beside, xdg_home("XDG_CONFIG_HOME", ".config", environ)):
         path = os.path.join(folder, "config.yaml")
         if os.path.isfile(path):
-            return path, ""
+            return path, "the config file"
     return "", ""
 
 
@@ -411,42 +425,11 @@ def xdg_home(variable, default, environ=os.environ):
 def home():
     """The user's folder; for a container's user without one, a path below which nothing can be."""
     path = os.environ.get("HOME", "").strip()
-    if os.path.isabs(path):
-        return path
     try:
         import pwd
-        return pwd.getpwuid(os.getuid()).pw_dir
+        return path or pwd.getpwuid(os.getuid()).pw_dir
     except (ImportError, KeyError):
-        return os.devnull
-
-
-def take_file(settings, path, named_by, faults):
-    """Puts a config file's values into `settings`, and a line per fault into `faults`."""
-    try:
-        with open(path, "rb") as file:
-            data = parse_config(file.read(MOST_TEXT))
-    except OSError as error:
-        faults.append(f"{path}: {error.strerror}" + (f" (named by {named_by})" if named_by else ""))
-        return
-    except MMError as error:
-        faults.append(f"{path}: {error.message}")
-        return
-    if not isinstance(data or {}, dict):
-        faults.append(f"{path}: wants keys and values, such as `model: qwen3`")
-        return
-    kinds = {key: SETTINGS[key][0] for key in FILE_KEYS}
-    below = PROVIDER_KEYS, " (it belongs below `providers: NAME:`)"
-    values = read_map(data or {}, kinds, below, f"{path}: ", faults, settings.notices)
-    for key, value in values.items():
-        settings.values[key], settings.sources[key] = value, f"{path}: {key}"
-    above = FILE_KEYS, " (it belongs at the top of the file)"
-    for name, entry in settings["providers"].items():
-        where = f"{path}: providers.{name}"
-        if isinstance(entry, dict):
-            entry = read_map(entry, PROVIDER_KEYS, above, where + ".", faults, settings.notices)
-            settings["providers"][name] = entry
-        else:
-            faults.append(f"{where}: wants keys and values, such as `url: http://…`")
+        return path or os.devnull
 
 
 def blaming(where, function, *arguments):
@@ -458,40 +441,31 @@ def blaming(where, function, *arguments):
 
 
 def parse_config(raw):
-    """Bytes of a config file -> dict, list, text or None; YAML's scalars stay text. Raises MMError.
-    """
+    """The data in a config file's bytes, JSON or YAML; YAML's scalars stay text. Raises MMError."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise MMError("config", f"line {line}: not UTF-8 text") from None
-    problem = "this is YAML"
-    if text.lstrip()[:1] in ("{", "["):  # YAML forbids the tabs that JSON allows
-        try:
-            return cleaned(read_json(text))  # which also tells what is too deep for a later reader
-        except (ValueError, RecursionError) as error:
-            problem = f"not JSON: {one_line(error)}"
+    try:
+        return read_json(text.strip() or "{}")  # first, as YAML forbids the tabs that JSON allows
+    except ValueError as error:
+        return parse_yaml(text, error)
+
+
+def parse_yaml(text, json_error):
     try:
         import yaml
+        return yaml.load(text, Loader=yaml.BaseLoader) or {}
     except ImportError:
-        if not text.strip():
-            return None
-        raise MMError(
-            "config",
-            f"{problem}, and PyYAML is not installed: "
-            f"{sys.executable} -m pip install pyyaml, or write it as JSON",
-        ) from None
-    try:
-        return yaml.load(text, Loader=yaml.BaseLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        tab = " (a tab; YAML wants spaces)" if "'\\t'" in str(error.problem) else ""
-        raise MMError("config", one_line(f"{place}{error.problem}{tab}")) from None
-    except yaml.YAMLError as error:
+        raise MMError("config", f"this is no JSON ({json_error}), and YAML needs PyYAML: "
+                                f"{sys.executable} -m pip install pyyaml") from None
+    except yaml.MarkedYAMLError as error:  # its own text quotes the line, which may hold a key
+        line = error.problem_mark.line + 1
+        problem = error.problem.replace("character '\\t'", "a tab")
+        raise MMError("config", f"line {line}: {problem}") from None
+    except (yaml.YAMLError, RecursionError) as error:
         raise MMError("config", one_line(error)) from None
-    except RecursionError:
-        raise MMError("config", "nested too deeply") from None
 
 
 # ==================================================================================================

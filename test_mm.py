@@ -637,7 +637,7 @@ def test_a_config_value_is_what_was_written(load, content, key, value):
     ("model: a\nsampling:\n\tseed: 1", ["line 3", "tab"]), ("tools: [a, b\nmodel: m", ["line 2"]),
     ('system: "D:\\notes\\q"', ["line 1"]), ("model: `q`", ["line 1"]), ("system: *nowhere", ["line 1", "nowhere"]),
     (b"retries: 1\nsystem: na\xefve", ["line 2", "UTF-8"]), (b"\x00\x01\x02model: m", []), pytest.param("a: " + "[" * 5000, [], id="deep"),
-    ("sampling: &a {b: *a}", ["line 1", "recursive"]), pytest.param('{"sampling": {"a": ' + "[" * 2000 + "]" * 2000 + "}}", ["too deeply"], id="deep JSON"),
+    ("sampling: &a {b: *a}", ["line 1", "recursive"]), pytest.param('{"sampling": {"a": ' + "[" * 2000 + "]" * 2000 + "}}", [], id="deep JSON"),
 ])
 def test_a_fault_in_the_config_is_one_line_that_names_file_and_place(load, content, tokens):
     raised = fault(load, content)
