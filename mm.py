@@ -100,11 +100,10 @@ class MMError(Exception):
     overflow names it.
     """
 
-    def __init__(self, kind, message, again="", wait=None, field="", window=0):
+    def __init__(self, kind, message, again="", wait=1.0, field="", window=0):
         super().__init__(message)
         self.kind, self.message = kind, message
-        self.again, self.field, self.window = again, field, window
-        self.wait = 1.0 if wait is None else wait
+        self.again, self.wait, self.field, self.window = again, wait, field, window
 
 
 def one_line(text, limit=500):
@@ -477,39 +476,39 @@ def parse_yaml(text, json_error):
 # little. Unknown errors come through in the server's own words.
 # ==================================================================================================
 
-MAX_WORDS = 1 << 16  # characters of an error that are looked at
+MAX_WORDS = 1 << 16  # bytes of an error that are read, characters that are looked at
 LONGEST_WAIT = 60.0  # seconds a Retry-After may ask for
 SENTENCE_KEYS = ("error", "message", "detail", "details", "errors", "msg", "text", "reason",
-                 "error_description", "title", "base_resp", "status_msg")
-OVERFLOW = re.compile(
-    r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length"
-    r"|prompt (is )?too long|tokens to keep|longer than the context"
-    r"|max_tokens must be at least 1, got -")
-OVERFLOW_PROMPT = re.compile(
-    r"(?i)request \((\d{1,12}) tokens|input has (\d{1,12}) tokens|(\d{1,12}) in the messages"
-    r"|passed (\d{1,12}) input|(\d{1,12}) input tokens|prompt \(length (\d{1,12})\)"
-    r"|requested (\d{1,12}) tokens|resulted in (\d{1,12}) tokens")
-OVERFLOW_WINDOW = re.compile(
-    r"(?i)context (?:size|length|window) \((\d{1,12})|model length of (\d{1,12})"
-    r"|context (?:size|length|window)[a-z' ]{0,24}?(\d{1,12})")
+                 "error_description", "title", "base_resp", "status_msg", "raw")
 # (HTTP statuses, or none for any; what the words look like; kind; what to do; what may be tried)
 HINTS = (
-    ((), r"--jinja|Unsupported param: tools|Cannot use tools with stream", "server",
-     "start llama-server with --jinja", "tools"),
-    ((), r"enable-auto-tool-choice", "server", "start vLLM with the options that it names", "tools"),
+    ((0, 400, 413, 422, 500),
+     r"(?i)exceed_context_size|context[ _](size|length|window)|maximum model length"
+     r"|prompt (is )?too long|tokens to keep|longer than the context"
+     r"|max_tokens must be at least 1, got -",
+     "overflow", "ask for less, or start the server with a larger context", ""),
+    ((), r"--jinja|Unsupported param: tools|Cannot use tools with stream",
+     "server", "start llama-server with --jinja", "tools"),
+    ((), r"enable-auto-tool-choice",
+     "server", "start vLLM with the options that it names", "tools"),
     ((), r"does not support tools", "server", "", "tools"),
     ((), r"(?i)loading model|model is loading", "server", "", "loading"),
     ((401, 403), r"", "auth", "{key}", ""),
     ((), r"(?i)(model|backend)\b.{0,200}(not found|not exist|not a valid|unknown|not loaded)"
-         r"|(no such|unknown|invalid|not a valid) model|no models? loaded", "not_found", "{get}", ""),
+         r"|(no such|unknown|invalid|not a valid) model|no models? loaded",
+     "not_found", "{get}", ""),
     ((404, 405), r"", "not_found", "mm asked {url}: is that the server's API?", ""),
     ((402,), r"", "server", "the account has no credit left", ""),
-    ((413,), r"", "server", "the request is too large for the server, or for a proxy before it", ""),
-    ((429,), r"insufficient_quota|insufficient_balance", "rate_limited",
-     "the account has no credit left: see its billing", ""),
+    ((413,), r"",
+     "server", "the request is too large for the server, or for a proxy before it", ""),
+    ((429,), r"insufficient_quota|insufficient_balance",
+     "rate_limited", "the account has no credit left: see its billing", ""),
     ((429,), r"", "rate_limited", "wait a little, or choose another model", "busy"),
-    ((502, 504, *range(520, 525)), r"", "server", "the server behind {host} did not answer: is it running?", "busy"),
+    ((502, 504, *range(520, 525)), r"",
+     "server", "the server behind {host} did not answer: is it running?", "busy"),
     ((503,), r"", "server", "the server is busy or not ready", "busy"),
+    ((0,), r"", "server", "", "stream"),
+    ((), r"", "server", "", ""),
 )
 
 
@@ -518,46 +517,34 @@ def sentence(value):
     string, text.
     """
     if isinstance(value, str):
-        text = value.strip()[:MAX_WORDS]
-        if text[:1] in ("{", "["):
-            try:
-                return sentence(read_json(text)) or text
-            except ValueError:
-                pass
-        return template_sentence(text)
+        try:
+            return sentence(read_json(value)) or value
+        except ValueError:
+            return template_sentence(value.strip())
     if isinstance(value, list):
-        return "; ".join(filter(None, (sentence(item) for item in value[:8])))
+        return "; ".join(filter(None, map(sentence, value[:8])))
     if not isinstance(value, dict):
         return ""
     found = next(filter(None, (sentence(value.get(key)) for key in SENTENCE_KEYS)), "")
     if isinstance(value.get("loc"), list):  # FastAPI names the field it refused
-        found = ".".join(str(part) for part in value["loc"]) + ": " + found
-    metadata = value.get("metadata")
-    # OpenRouter: what the server behind it said
-    if isinstance(metadata, dict) and sentence(metadata.get("raw")):
-        found = f"{found}: {sentence(metadata['raw'])}"
-    return found
+        found = f"{'.'.join(map(str, value['loc']))}: {found}"
+    behind = sentence(value.get("metadata"))  # OpenRouter: what the server behind it said
+    return f"{found}: {behind}" if behind else found
 
 
 def template_sentence(text):
-    """llama.cpp's template errors quote the template's source; only the sentence is of use (builds
-    11434 and older ones).
+    """The sentence of llama.cpp's template errors, which quote the template's source around it; any
+    other text as it is.
     """
-    if "Error: " in text and "While executing" in text:
-        return (
-            "the chat template refuses this: "
-            + text.rsplit("Error: ", 1)[1].replace("Jinja Exception: ", "").strip()
-        )
-    old = re.match(r"(.+?) at row \d+, column \d+:\s*\n", text)
-    return f"the chat template refuses this: {old.group(1)}" if old else text
+    newer = re.search(r"(?s)While executing.*Error: (?:Jinja Exception: )?(.+)", text)
+    found = newer or re.match(r"(.+?) at row \d+, column \d+:\s*\n", text)
+    return f"the chat template refuses this: {found.group(1)}" if found else text
 
 
 def page_title(text):
     """The title of a web page ("" if it has none), or None when `text` is no web page."""
-    text = text[:4000].lstrip()  # foreign text: no pattern here looks further, or back
-    while text.startswith(("<!--", "<?xml")):
-        text = text.partition(">")[2].lstrip()
-    if not re.match(r"(?i)<(!doctype html|html|head|body)\b", text):
+    text = text[:4000]
+    if not re.match(r"(?is)\s*<(.{0,1000}<)?(!doctype html|html|head|body)\b", text):
         return None
     title = re.search(r"(?is)<title[^>]{0,100}>(.{0,300}?)</title", text)
     return one_line(re.sub(r"<[^>]*>?|>", "", title.group(1)), 80) if title else ""
@@ -572,91 +559,66 @@ def web_page_error(title, url):
 
 
 def explain(status, body, backend, url, wait=None):
-    """MMError for a server's refusal.
+    """MMError for a server's refusal: its sentence, what kind it is of, what to do about it.
 
-    status: the HTTP status, or 0 for an error inside a stream that began with 200; body: bytes,
-    text, or parsed JSON; url: what was asked, for the line; wait: seconds, if the server's headers
-    name them.
+    status: the HTTP status, or 0 for an error inside a stream that began with 200; body: bytes, or
+    parsed JSON; url: what was asked, for the line; wait: seconds, if the server's headers name
+    them.
     """
-    text = decoded(body) if isinstance(body, bytes) else body
-    title = page_title(text) if isinstance(text, str) else None
+    text = decoded(body) if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False)
+    title = page_title(text)
     if title is not None and (status < 400 or status == 404):
         return web_page_error(backend.redact(title), url)
-    shape = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
-    said = sentence(text) if title is None else title
-    if not said and not isinstance(text, str):  # JSON of a shape that is not known
-        said = shape
-    said = backend.redact(said)[:MAX_WORDS // 16]
-    if status in (0, 400, 413, 422, 500) and OVERFLOW.search(said + shape[:2000]):
-        return overflow_error(said, shape[:MAX_WORDS])
-    if status == 0 and not said:
-        said = "the server reported an error and gave no reason"
-    kind, advice, again = "server", "", "stream" if status == 0 else ""
-    code = re.search(r'"code"\s*:\s*"(\w{1,60})"', shape)
-    words = f"{said} {code.group(1)}" if code else said
-    for statuses, pattern, its_kind, its_advice, its_again in HINTS:
-        if (status in statuses or not statuses) and re.search(pattern, words):
-            kind, advice, again = its_kind, its_advice, its_again
-            break
-    refused = ""
-    if again == "busy":
-        delay = re.search(r'"retryDelay"\s*:\s*"([\d.]{1,9})s"', shape)  # Gemini's
-        wait = float(delay.group(1)) if delay and wait is None else wait
-        if status == 0:  # said in the middle of a stream
-            again = "stream"
-        elif wait and wait > LONGEST_WAIT:
-            advice, again = f"it asks to be left alone for {round(wait / 60):,} minutes", ""
-    elif status in (400, 422) and not again:
-        refused = next((name for name, look in backend.refusal_looks() if re.search(look, said)), "")
-        again = "field" if refused else ""
+    message = sentence(text) if title is None else title
+    prompt, window = number_in(text, "n_prompt_tokens"), number_in(text, "n_ctx")
+    if prompt and window:  # llama.cpp names them beside the sentence, which may have none
+        message = f"the prompt has {prompt:,} tokens and the context size is {window:,}"
+    message = backend.redact(message)[:MAX_WORDS] or "the server gave no reason"
+
+    kind, advice, again = find_hint(status, message, text)
+    if wait is None:
+        wait = number_in(text, "retryDelay") or 1.0  # Gemini's
+    if again == "busy" and wait > LONGEST_WAIT:
+        advice, again = f"it asks to be left alone for {round(wait / 60):,} minutes", ""
+    field = refused_field(backend, message) if status in (400, 422) and not again else ""
+    if field:
+        again = "field"
+
     advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url,
                            host=urlsplit(url).netloc)
-    message = compose(said, f"HTTP {status}" if status else "", advice)
-    return MMError(kind, message, again, wait, refused)
+    message = compose(message, f"HTTP {status}" if status else "", advice)
+    return MMError(kind, message, again, wait, field, window)
 
 
-def compose(said, code, advice, limit=500):
-    """'what was said (HTTP 404): what to do', cut in what was said, so that the advice survives."""
-    tail = (f" ({code})" if code and said else code) + (f": {advice}" if advice else "")
-    return one_line(said, limit - len(tail) - 1).rstrip(".: ") + tail
+def number_in(text, key):
+    """The number at a key, wherever it stands in the text of some JSON, or 0."""
+    found = re.search(rf'"{key}"[\s:"]+(\d{{1,12}})', text)
+    return int(found.group(1)) if found else 0
 
 
-def overflow_error(said, shape):
-    """The two numbers of a context overflow, wherever the server put them."""
-    def tokens(pattern, key):
-        match = re.search(rf'"{key}"\s*:\s*(\d{{1,12}})', shape) or pattern.search(said)
-        return next((int(group) for group in match.groups() if group), 0) if match else 0
-    prompt, window = tokens(OVERFLOW_PROMPT, "n_prompt_tokens"), tokens(OVERFLOW_WINDOW, "n_ctx")
-    if prompt and window:
-        return MMError(
-            "overflow",
-            f"the prompt has {prompt:,} tokens and the context holds {window:,}: "
-            "ask for less, or start the server with a larger context",
-            window=window,
-        )
-    return MMError(
-        "overflow", compose(said, "", "ask for less, or start the server with a larger context")
-    )
+def find_hint(status, message, text):
+    """(kind, what to do, what may be tried) of the first row of HINTS that fits an error."""
+    code = re.search(r'"code"\s*:\s*"(\w{1,60})"', text)  # OpenAI's says more than its sentence
+    words = f"{message} {code.group(1)}" if code else message
+    for statuses, pattern, *hint in HINTS:
+        if (status in statuses or not statuses) and re.search(pattern, words):
+            return hint
 
 
-def causes(error):
-    """An exception and what it was raised from, outermost first: requests wraps urllib3 wraps
-    http.client wraps OSError.
+def refused_field(backend, message):
+    """The optional field of a request that a server's message refuses, or ""."""
+    for name, pattern in backend.refusal_looks():
+        if re.search(pattern, message):
+            return name
+    return ""
 
-    Some of them hold the cause as an argument, some as `reason`.
-    """
-    seen, waiting = [], [error]
-    while waiting and len(seen) < 20:
-        error = waiting.pop(0)
-        if isinstance(error, BaseException) and error not in seen:
-            seen.append(error)
-            waiting += [
-                *error.args[:2],
-                getattr(error, "reason", None),
-                error.__cause__,
-                error.__context__,
-            ]
-    return seen
+
+def compose(message, code, advice):
+    """'the message (HTTP 404): what to do', cut in the message, so that the advice survives."""
+    tail = f" ({code})" if code else ""
+    if advice:
+        tail += f": {advice}"
+    return one_line(message, 500 - len(tail)).rstrip(".: ") + tail
 
 
 def show_url(url):
@@ -665,60 +627,49 @@ def show_url(url):
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-UNDIALLED = {"NewConnectionError", "ConnectTimeoutError", "NameResolutionError"}  # of urllib3
+# (names of exceptions; kind; the message; what may be tried). Names, as the classes stand in other
+# modules in urllib3 1.26 and 2, and importing them takes time.
+UNDIALLED = "NewConnectionError|ConnectTimeoutError|NameResolutionError"
+EXCEPTIONS = (
+    ("ProxyError|InvalidProxyURL|InvalidSchema", "unreachable",
+     "the proxy {proxy} (from the environment) did not connect: {reason}; "
+     "set NO_PROXY={host} to go round it", ""),
+    ("SSLError.*(WRONG_VERSION|RECORD_LAYER|timed out)", "unreachable",
+     "no TLS connection to {host}: {reason}: is it plain http? Then the URL begins with http://",
+     ""),
+    ("SSLError", "unreachable",
+     "no TLS connection to {host}: {reason}: "
+     "check its certificate (SSL_CERT_FILE names a CA of your own)", ""),
+    ("gaierror", "unreachable", "no host named {host} is known: check the URL{container}", ""),
+    (UNDIALLED, "unreachable", "nothing answers at {url} ({reason}): {start}", ""),
+    ("InvalidURL|MissingSchema|LocationParseError|UnicodeError", "config",
+     "{url} is not a URL that can be asked: {reason}", ""),
+    ("BadStatusLine|LineTooLong|UnknownProtocol", "protocol",
+     "what answers at {url} does not speak HTTP: check the URL's port", "stream"),
+    ("", "interrupted", "the connection was cut before the server answered ({reason})", "stream"),
+)
 
 
 def explain_exception(error, backend, proxy, answered):
     """MMError for an exception of requests, urllib3, http.client or a socket.
 
-    proxy: the proxy's URL if one was used; answered: whether the response had begun. Classes are
-    looked for by name, as they stand in other modules in urllib3 1.26 and 2, and as importing them
-    takes time.
+    proxy: the proxy's URL if one was used; answered: whether the response had begun.
     """
-    import socket
-    import ssl
     if answered:
         return MMError("interrupted", "the connection was cut", "stream")
-    chain = causes(error)
-    classes = {type(e).__name__ for e in chain}
-    host, shown = urlsplit(backend.url).hostname, show_url(backend.url)
-    undialled = classes & UNDIALLED
-    reason = one_line(
-        next((e for e in reversed(chain) if isinstance(e, OSError) and e.strerror), chain[-1]), 200
-    )
-    if proxy and (undialled or classes & {"ProxyError", "InvalidSchema", "InvalidProxyURL"}):
-        return MMError(
-            "unreachable",
-            f"the proxy {show_url(proxy)} (from the environment) did not connect: {reason}; "
-            f"set NO_PROXY={host} to go round it",
-        )
-    if "SSLError" in classes or any(isinstance(e, ssl.SSLError) for e in chain):
-        advice = "check its certificate (SSL_CERT_FILE names a CA of your own)"
-        if re.search("WRONG_VERSION|RECORD_LAYER|timed out", repr(chain)):
-            advice = "is it plain http? Then the URL begins with http://"
-        return MMError("unreachable", compose(f"no TLS connection to {host}: {reason}", "", advice))
-    if undialled and any(isinstance(e, socket.gaierror) for e in chain):
-        return MMError(
-            "unreachable",
-            f"no host named {host} is known: check the URL{backend.container_advice()}",
-        )
-    if undialled:
-        reason = re.sub(r"\[errno -?\d+\] ", "", reason.lower())
-        return MMError(
-            "unreachable",
-            compose(f"nothing answers at {shown} ({reason})", "", backend.start_advice()),
-        )
-    if classes & {"InvalidURL", "InvalidSchema", "InvalidProxyURL", "MissingSchema", "LocationParseError", "UnicodeError"}:
-        return MMError("config", f"{shown} is not a URL that can be asked: {one_line(error, 200)}")
-    if classes & {"BadStatusLine", "LineTooLong", "UnknownProtocol"} and "Remote end" not in repr(chain):
-        return MMError(
-            "protocol",
-            f"what answers at {shown} does not speak HTTP: check the URL's port",
-            "stream",
-        )
-    return MMError(
-        "interrupted", f"the connection was cut before the server answered ({reason})", "stream"
-    )
+    chain = [error]  # requests wraps urllib3, which wraps http.client, which wraps OSError
+    while chain[-1].__context__:
+        chain.append(chain[-1].__context__)
+    names = repr(chain)
+    if proxy and re.search(UNDIALLED, names):
+        names = "ProxyError"
+    reason = getattr(chain[-1], "strerror", None) or chain[-1]
+    words = {"url": show_url(backend.url), "host": urlsplit(backend.url).hostname,
+             "proxy": show_url(proxy), "reason": one_line(reason, 200),
+             "start": backend.start_advice(), "container": backend.container_advice()}
+    for pattern, kind, message, again in EXCEPTIONS:
+        if re.search(pattern, names):
+            return MMError(kind, message.format(**words), again)
 
 
 # ==================================================================================================

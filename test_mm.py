@@ -782,12 +782,12 @@ def test_a_refusal_becomes_one_line_with_what_to_do(provider, status, body, kind
     (400, {"code": 400, "message": "too big, try increasing it", "type": "exceed_context_size_error",
            "n_prompt_tokens": 5001, "n_ctx": 4096}, ["5,001", "4,096"]),
     (400, {"message": "This model's maximum context length is 2048 tokens. However, your request has 2100 input tokens."},
-     ["2,100", "2,048"]),
+     ["2100", "2048"]),
     (400, {"message": "You passed 2100 input tokens and requested 9 output tokens. However, the model's context length is only "
-                      "2048 tokens, resulting in a maximum input length of 2039 tokens."}, ["2,100", "2,048"]),
-    (400, {"message": "The decoder prompt (length 2100) is longer than the maximum model length of 2048."}, ["2,100", "2,048"]),
+                      "2048 tokens, resulting in a maximum input length of 2039 tokens."}, ["2100", "2048"]),
+    (400, {"message": "The decoder prompt (length 2100) is longer than the maximum model length of 2048."}, ["2100", "2048"]),
     (0, {"error": {"message": "Input does not fit in context length. The input has 2100 tokens, but the context length only "
-                              "supports 2048 tokens."}}, ["2,100", "2,048"]),
+                              "supports 2048 tokens."}}, ["2100", "2048"]),
     (500, {"error": "prompt too long; exceeded max context length by 52 tokens"}, ["52"]),
     (0, {"error": {"code": 500, "message": "Context size has been exceeded."}}, ["Context size"]),
     (413, b"the prompt is longer than the context", ["larger context"]),
