@@ -281,8 +281,7 @@ def as_names(value):
 FLAGS = {"true": True, "yes": True, "on": True, "1": True,
          "false": False, "no": False, "off": False, "0": False}
 FORMATS = {name: name for name in ("chatml", "llama3", "gemma", "mistral")}
-# kind: (how it is read, where whatever it raises means "not that"; what a person is told it wants)
-# kind: (a function that gives the value, or raises where it is none; or a table of words and their
+# kind: (a function that gives the value, or raises where it is none, or a table of words and their
 # values; what a person is told that it wants)
 KINDS = {
     "text": (clean, "text (put it in quotes)"),
@@ -338,18 +337,18 @@ class Settings:
             shown = "what stands there" if is_hidden else f"'{one_line(value, 60)}'"
             self.faults.append(f"{source}: wants {wanted}, not {shown}")
 
-    def read_map(self, data, kinds, place):
+    def read_map(self, data, kinds, prefix):
         """{key: value} of a map in the config file, each value as its kind in `kinds` wants it.
 
-        place: what stands before the key where a line names it.
+        prefix: what stands before the key where a line names it.
         """
         if not isinstance(data, dict):
-            where = place.rstrip(".: ")
+            where = prefix.rstrip(".: ")
             self.faults.append(f"{where}: wants keys and values, such as `model: qwen3`")
             return {}
         values = {}
         for key, value in data.items():
-            source = place + key
+            source = prefix + key
             if LOOKS_LIKE_A_SECRET.match(key):
                 self.faults.append(f"{source}: {KEY_IN_FILE}")
             elif key not in kinds:
@@ -367,8 +366,8 @@ class Settings:
         self.values.update(values)
         self.sources.update({key: f"{self.file}: {key}" for key in values})
         for name, entry in (values.get("providers") or {}).items():
-            place = f"{self.source('providers')}.{name}."
-            self["providers"][name] = self.read_map(entry, PROVIDER_KEYS, place)
+            prefix = f"{self.source('providers')}.{name}."
+            self["providers"][name] = self.read_map(entry, PROVIDER_KEYS, prefix)
 
 
 def load_settings(options, config="", environ=os.environ):
@@ -472,8 +471,9 @@ def parse_yaml(text, json_error):
 #
 # Servers say what is wrong in a dozen shapes (SENTENCE_KEYS), as a web page, as a stack trace of
 # their template engine, or not at all. This section finds the sentence, and the HINTS table adds
-# what to do about it. A 500 from llama.cpp mostly means 'your request', so a status alone says
-# little. Unknown errors come through in the server's own words.
+# what to do about it; the EXCEPTIONS table does so where no server answered. A 500 from llama.cpp
+# mostly means 'your request', so a status alone says little. Unknown errors come through in the
+# server's own words.
 # ==================================================================================================
 
 MAX_WORDS = 1 << 16  # bytes of an error that are read, characters that are looked at
@@ -552,10 +552,8 @@ def page_title(text):
 
 def web_page_error(title, url):
     named = f' ("{title}")' if title else ""
-    return MMError(
-        "not_found",
-        f"{url} answered with a web page{named}, not with an API: check the URL (most end in /v1)",
-    )
+    return MMError("not_found", f"{url} answered with a web page{named}, not with an API: "
+                                "check the URL (most end in /v1)")
 
 
 def explain(status, body, backend, url, wait=None):
@@ -627,9 +625,9 @@ def show_url(url):
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+UNDIALLED = "NewConnectionError|ConnectTimeoutError|NameResolutionError"  # of urllib3
 # (names of exceptions; kind; the message; what may be tried). Names, as the classes stand in other
 # modules in urllib3 1.26 and 2, and importing them takes time.
-UNDIALLED = "NewConnectionError|ConnectTimeoutError|NameResolutionError"
 EXCEPTIONS = (
     ("ProxyError|InvalidProxyURL|InvalidSchema", "unreachable",
      "the proxy {proxy} (from the environment) did not connect: {reason}; "
@@ -657,9 +655,10 @@ def explain_exception(error, backend, proxy, answered):
     """
     if answered:
         return MMError("interrupted", "the connection was cut", "stream")
-    chain = [error]  # requests wraps urllib3, which wraps http.client, which wraps OSError
-    while chain[-1].__context__:
-        chain.append(chain[-1].__context__)
+    chain = []  # requests wraps urllib3, which wraps http.client, which wraps OSError
+    while error and not isinstance(error, TypeError):  # which urllib3 1.26 provokes, and catches
+        chain.append(error)
+        error = error.__context__
     names = repr(chain)
     if proxy and re.search(UNDIALLED, names):
         names = "ProxyError"
