@@ -96,8 +96,8 @@ class MMError(Exception):
 
     again: what may be tried, for the conversation to decide: "" nothing, "stream" the same call
     once more, "loading" and "busy" the same call after `wait` seconds, until the model is loaded or
-    once, "field" the call without the optional `field`, "tools" without tools. window: the context in tokens, where an
-    overflow names it.
+    once, "field" the call without the optional `field`, "tools" without tools. window: the context
+    in tokens, where an overflow names it.
     """
 
     def __init__(self, kind, message, again="", wait=1.0, field="", window=0):
@@ -570,7 +570,7 @@ def explain(status, body, backend, url, wait=None):
     message = sentence(text) if title is None else title
     prompt, window = number_in(text, "n_prompt_tokens"), number_in(text, "n_ctx")
     if prompt and window:  # llama.cpp names them beside the sentence, which may have none
-        message = f"the prompt has {prompt:,} tokens and the context size is {window:,}"
+        message = f"the prompt has {prompt:,.0f} tokens and the context size is {window:,.0f}"
     message = backend.redact(message)[:MAX_WORDS] or "the server gave no reason"
 
     kind, advice, again = find_hint(status, message, text)
@@ -585,13 +585,13 @@ def explain(status, body, backend, url, wait=None):
     advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url,
                            host=urlsplit(url).netloc)
     message = compose(message, f"HTTP {status}" if status else "", advice)
-    return MMError(kind, message, again, wait, field, window)
+    return MMError(kind, message, again, wait, field, int(window))
 
 
 def number_in(text, key):
     """The number at a key, wherever it stands in the text of some JSON, or 0."""
-    found = re.search(rf'"{key}"[\s:"]+(\d{{1,12}})', text)
-    return int(found.group(1)) if found else 0
+    found = re.search(rf'"{key}"[\s:"]+(\d{{1,12}}(\.\d{{1,6}})?)', text)
+    return float(found.group(1)) if found else 0
 
 
 def find_hint(status, message, text):
