@@ -210,28 +210,32 @@ def read_bytes(path, option):
 # never taken from the current directory: a cloned repository must not choose where prompts go.
 # ==================================================================================================
 
-# key: (kind, default, variable of the environment, option); url and think are no keys of the config
-# file
+# key: (kind, default, variable of the environment, option, its help); url and think are no keys of
+# the config file
 SETTINGS = {
-    "provider": ("text", "", "MM_PROVIDER", "--provider"),
-    "model": ("text", "", "MM_MODEL", "--model"),
-    "url": ("text", "", "MM_BASE_URL", "--url"),
-    "system": ("text", "", "", "--system"),
-    "think": ("flag", None, "", "--think"),
-    "showThinking": ("flag", True, "", "--hide-thinking"),
-    "watchdogTimeout": ("seconds", 20.0, "", "--watchdog"),
-    "firstTokenTimeout": ("seconds", 120.0, "", "--first-token"),
-    "retries": ("count", 1, "", "--retries"),
-    "maxSteps": ("count", 25, "", "--max-steps"),
-    "tools": ("names", [], "", "--tools"),
-    "commands": ("as it is", {}, "", ""),
-    "commandTimeout": ("seconds", 120.0, "", ""),
-    "compactAt": ("fraction", 0.8, "", ""),
-    "contextWindow": ("count", 0, "", ""),
-    "reasoningEcho": ("flag", False, "", ""),
-    "save": ("flag", True, "", "--no-save"),
-    "sampling": ("map", {}, "", ""),
-    "providers": ("as it is", {}, "", ""),
+    "provider": ("text", "", "MM_PROVIDER", "-p, --provider NAME", "which server (see below)"),
+    "model": ("text", "", "MM_MODEL", "-m, --model NAME", "which model"),
+    "url": ("text", "", "MM_BASE_URL", "--url URL", "base URL of the server"),
+    "system": ("text", "", "", "-s, --system TEXT", "system prompt"),
+    "think": ("flag", None, "", "--think", "ask the server to think, or not to"),
+    "showThinking": ("flag", True, "", "-R, --hide-thinking",
+                     "do not show the thinking (it is read all the same)"),
+    "watchdogTimeout": ("seconds", 20.0, "", "--watchdog S",
+                        "longest silence between two tokens in seconds, 0: no limit"),
+    "firstTokenTimeout": ("seconds", 120.0, "", "--first-token S",
+                          "longest wait for the first one in seconds, 0: no limit"),
+    "retries": ("count", 1, "", "--retries N", "how often a broken stream is asked for again"),
+    "maxSteps": ("count", 25, "", "--max-steps N", "model calls in one turn, 0: no limit"),
+    "tools": ("names", [], "", "-t, --tools NAMES",
+              "offer tools to the model: a comma list, or all (list_files, read_file, ...)"),
+    "commands": ("as it is", {}, "", "", ""),
+    "commandTimeout": ("seconds", 120.0, "", "", ""),
+    "compactAt": ("fraction", 0.8, "", "", ""),
+    "contextWindow": ("count", 0, "", "", ""),
+    "reasoningEcho": ("flag", False, "", "", ""),
+    "save": ("flag", True, "", "--no-save", "do not save this conversation"),
+    "sampling": ("map", {}, "", "", ""),
+    "providers": ("as it is", {}, "", "", ""),
 }
 FILE_KEYS = {key: row[0] for key, row in SETTINGS.items() if key not in ("url", "think")}
 PROVIDER_KEYS = {  # the keys of an entry below `providers:`, and their kinds
@@ -310,7 +314,7 @@ class Settings:
     """
 
     def __init__(self):
-        self.values = {key: default for key, (_, default, _, _) in SETTINGS.items()}
+        self.values = {key: row[1] for key, row in SETTINGS.items()}
         self.sources, self.notices, self.faults, self.file = {}, [], [], ""
 
     def __getitem__(self, key):
@@ -320,7 +324,7 @@ class Settings:
         return self.sources.get(key, "")
 
     def is_option(self, key):
-        return self.source(key) == SETTINGS[key][3]
+        return self.source(key).startswith("--")
 
     def put(self, key, value, source):
         self.values[key] = self.convert(value, SETTINGS[key][0], source)
@@ -380,12 +384,12 @@ def load_settings(options, config="", environ=os.environ):
     settings.file, named_by = config_path(config, environ)
     if settings.file:
         settings.take_file(named_by)
-    for key, (_, _, variable, option) in SETTINGS.items():
+    for key, (_, _, variable, option, _) in SETTINGS.items():
         from_environment = environ.get(variable, "").strip()
         if from_environment:
             settings.put(key, from_environment, f"${variable}")
         if options.get(key) is not None:
-            settings.put(key, options[key], option)
+            settings.put(key, options[key], "".join(re.findall("--[a-z-]+", option)))
     if settings.faults:
         raise MMError("config", "\n".join(settings.faults))
     return settings
@@ -1528,7 +1532,9 @@ class StreamReader:
 
     def read(self, name, chunk, backend, url):
         """The deltas of a chunk. Raises MMError for one that is an error."""
-        choices = [choice for choice in chunk.get("choices") or [] if isinstance(choice, dict)]
+        choices = chunk.get("choices")
+        choices = choices if isinstance(choices, list) else []
+        choices = [choice for choice in choices if isinstance(choice, dict)]
         error = next((choice["error"] for choice in choices if choice.get("error")), None)
         if error or is_error(name, chunk):
             raise explain(0, error or chunk, backend, url)
@@ -4738,94 +4744,89 @@ def can_switch_thinking(conversation):
 # part again.
 # ==================================================================================================
 
-DEMO_THOUGHTS = ("The question was: {question}\nI am no model, only a script inside mm, so I cannot know. "
-                 "But I can show how it looks when one thinks: this text comes in delta.reasoning_content, a token at a time, "
-                 "and each token tells mm that I am alive.")
-DEMO_ANSWER = ("This is a scripted answer, not a model's. It came in delta.content, after the thinking. "
-               "To ask a model, start a server (such as `llama-server -m MODEL.gguf`) and leave --demo out.")
+DEMO_THOUGHTS = """The question was: {question}
+I am no model, only a script inside mm, so I cannot know. But I can show how it looks when one \
+thinks: this text comes in delta.reasoning_content, a token at a time, and each token tells mm \
+that I am alive."""
+DEMO_ANSWER = """This is a scripted answer, not a model's. It came in delta.content, after the \
+thinking. To ask a model, start a server (such as `llama-server -m MODEL.gguf`) and leave --demo \
+out."""
+DEMO_MODELS = b'{"object": "list", "data": [{"id": "scripted", "object": "model"}]}'
+DEMO_START = b"""data: {"choices": [{"finish_reason": null, "index": 0, "delta": \
+{"role": "assistant", "content": null}}], \
+"prompt_progress": {"total": 32, "cache": 0, "processed": 32}}
+
+"""
+DEMO_END = b"""data: {"choices": [{"finish_reason": "stop", "index": 0, "delta": {}}]}
+
+data: [DONE]
+
+"""
 PACE = 0.02  # seconds a token: about what a small model takes, and what can be read along
 
 
-def demo_chunks(question):
-    """The chunks of the scripted stream, shaped like llama.cpp's."""
-    def chunk(delta, finish=None, **more):
-        return {"choices": [{"finish_reason": finish, "index": 0, "delta": delta}], "model": "scripted",
-                "object": "chat.completion.chunk", **more}
-    for processed in (0, 16, 32):
-        yield chunk(
-            {"role": "assistant", "content": None},
-            prompt_progress={"total": 32, "cache": 0, "processed": processed},
-        )
-    tokens = 0
-    for field, text in (("reasoning_content", DEMO_THOUGHTS.format(question=one_line(question, 200))), ("content", DEMO_ANSWER)):
+def demo_stream(question):
+    """The bytes of the scripted stream, shaped like llama.cpp's, a token at a time."""
+    yield DEMO_START
+    thoughts = DEMO_THOUGHTS.format(question=one_line(question, 200))
+    for field, text in (("reasoning_content", thoughts), ("content", DEMO_ANSWER)):
         for word in re.findall(r"\s*\S+", text):
-            tokens += 1
-            yield chunk({field: word})
-    yield chunk({}, "stop")
-    yield {
-        "choices": [],
-        "usage": {"prompt_tokens": 32, "completion_tokens": tokens, "total_tokens": 32 + tokens},
-    }
+            chunk = {"choices": [{"finish_reason": None, "index": 0, "delta": {field: word}}]}
+            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            time.sleep(PACE)
+    yield DEMO_END
 
 
 def start_demo():
-    """Starts the scripted server on a free loopback port; -> its base URL."""
+    """Starts the scripted server on a free loopback port; -> (Backend, [notices])."""
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args):
-            pass
+            """Standard error is for what mm says."""
 
         def do_GET(self):
-            body = b'{"object":"list","data":[{"id":"scripted","object":"model"}]}'
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer("application/json", [DEMO_MODELS])
 
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            question = request["messages"][-1]["content"]
+            self.answer("text/event-stream", demo_stream(question))
+
+        def answer(self, content_type, pieces):
             self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Content-Type", content_type)
             self.end_headers()
-            try:
-                for chunk in demo_chunks(request["messages"][-1]["content"]):
-                    self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-                    time.sleep(PACE)
-                self.wfile.write(b"data: [DONE]\n\n")
-            except OSError:
-                pass  # the question was withdrawn
+            self.wfile.writelines(pieces)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # the question was withdrawn
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_address[1]}/v1"
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    return Backend("demo", {"model": "scripted"}, url), ["--demo: a script answers, not a model"]
 
 
-def replay(path, make_tags=lambda: None):
+def replay(path, settings):
     """The events of a recorded stream, or of several, one after another. Raises MMError("config")
     if it cannot be read.
 
-    make_tags: gives the ThinkTags of each, or None where the server parted the thinking.
+    A recording does not tell its server: only with its provider named is it read as by that
+    provider's protocol and thinkTags.
     """
+    entry = provider_table(settings).get(settings["provider"].strip(), PLAIN)
+    backend = Backend("replay", entry, "http://replay")
+    protocol = PROTOCOLS[backend.entry["protocol"]](backend)
     # the streams of a tap stand one after another; one without [DONE] runs into the next
     raw = read_bytes(path, "--replay")
-    ends = [
-        0,
-        *(match.end() for match in re.finditer(rb"(?m)^data:[ ]?\[DONE\]\s*", raw)),
-        len(raw),
-    ]
-    streams = [raw[start:end] for start, end in zip(ends, ends[1:]) if start < end] if raw[:2] != b"\x1f\x8b" else [raw]
-    streams = streams or [b""]
-    backend, replies, started = Backend("replay", PLAIN, "http://replay"), [], time.monotonic()
+    streams = re.findall(rb"(?ms).+?(?:^data: ?\[DONE\]\s*|\Z)", raw) or [b""]
+    replies = []
     for stream in streams:
         reply = Reply()
         replies.append(reply)
         try:
-            tap = Tap(io.BytesIO(stream))
-            incoming = deltas(b"".join(iter(tap.read, b"")).splitlines(), backend, path)
-            shown = read_reply(incoming, reply, make_tags())
-            yield from (event for event in shown if event["type"] != "waiting")
+            lines = b"".join(iter(Tap(io.BytesIO(stream)).read, b"")).splitlines()
+            tags = protocol.tags(settings["think"])
+            yield from read_reply(deltas(lines, backend, path), reply, tags)
             calls = reply.finished_calls()
             for call in calls:
                 if call["arguments"] is not None:
@@ -4834,85 +4835,124 @@ def replay(path, make_tags=lambda: None):
                 yield from verdict(reply)
         except MMError as error:
             yield {"type": "error", "kind": error.kind, "message": error.message}
-    done = done_event("replay", replies[-1].model, None, replies, started)
-    yield {**done, "seconds": recorded_seconds(replies, *done["tokens"])}
+    done = done_event("replay", replies[-1].model, None, replies, started=0.0)
+    done["seconds"] = recorded_seconds(replies, *done["tokens"])
+    yield done
 
 
 def recorded_seconds(replies, thinking, answer):
-    """`done`'s seconds of a recorded stream: those that it tells itself (llama.cpp's timings); its
-    replay's mean nothing.
+    """`done`'s seconds of a recorded stream, from llama.cpp's timings in it: the time that its
+    replay takes means nothing. thinking, answer: tokens.
     """
-    def told(key):
+    def recorded(key):
         return sum(as_int((reply.timings or {}).get(key)) for reply in replies) / 1000
-    prompt, predicted, share = told("prompt_ms"), told("predicted_ms"), thinking / max(1, thinking + answer)
-    return {"first_token": rounded(prompt or None), "thinking": rounded(predicted * share),
-            "answer": rounded(predicted * (1 - share)), "total": rounded(prompt + predicted or None)}
+
+    prompt, predicted = recorded("prompt_ms"), recorded("predicted_ms")
+    share = thinking / max(1, thinking + answer)
+    return {
+        "first_token": rounded(prompt or None), "thinking": rounded(predicted * share),
+        "answer": rounded(predicted * (1 - share)), "total": rounded(prompt + predicted or None),
+    }
 
 
 # ==================================================================================================
 # 14. The command line
 #
-# Options, and what each is for; then run(), in the order of the path that a question takes. What
-# needs no server comes first, and a fault of the command line or the config is told before standard
-# input is read, which may take long, or a server asked; but for --tap's file, which is emptied no
-# sooner than it must be.
+# Options, a row each: a new one is a row of OPTIONS, or of SETTINGS where the config file has it
+# too. At the end stands run(), in the order of the path that a question takes. What needs no server
+# comes first. A fault of the command line or the config is told before standard input is read,
+# which may take long, and before a server is asked. --tap's file is emptied last.
 # ==================================================================================================
+
+# key of the parsed arguments: (option, what argparse does with it, help); those that are settings
+# stand in SETTINGS
+OPTIONS = {
+    "file": ("-f, --file PATH", "append", "add a text file to the question (repeatable)"),
+    "option": ("-o, --option KEY=VALUE", "append",
+               "a field of the request, such as temperature=0 (repeatable; dots nest)"),
+    "interactive": ("-i, --interactive", "store_true",
+                    "a conversation, after the question if there is one"),
+    "json": ("--json", "store_true", "events on stdout, one JSON object a line"),
+    "quiet": ("-q, --quiet", "store_true", "no notices and no status line"),
+    "stats": ("--stats", "store_true", "figures after the answer, and tokens over time"),
+    "yes": ("-y, --yes", "store_true", "run tools without asking"),
+    "last": ("-c, --continue", "store_true", "go on with the last conversation"),
+    "resume": ("-r, --resume ID", "store", "go on with the one whose id begins so"),
+    "sessions": ("--sessions", "store_true", "list the saved conversations"),
+    "tap": ("--tap FILE", "store", "record the stream's bytes exactly as they come"),
+    "replay": ("--replay FILE", "store", "show a recorded stream; no server is asked"),
+    "template_of": ("--template-of FILE", "store",
+                    "print the chat template in a GGUF file, and which of mm's formats it is"),
+    "check": ("--check", "store_true", "say what would be used and whether it answers"),
+    "models": ("--models", "store_true", "list the server's models"),
+    "demo": ("--demo", "store_true", "answer from a script inside mm; no model is needed"),
+    "config": ("--config FILE", "store",
+               "configuration file (config.example.yaml shows all keys)"),
+}
+
 
 def parser():
     import argparse
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            wrong = re.match(r"unrecognized arguments: (--[a-z-]+)", message)
-            hint = did_you_mean(wrong.group(1), self._option_string_actions) if wrong else ""
-            raise MMError("config", f"{message}{hint or ' (mm --help)'}")
+            raise MMError("config", f"{message} (mm --help)")
 
-    class Help(argparse.RawDescriptionHelpFormatter):
-        def __init__(self, prog):
-            super().__init__(prog, max_help_position=30, width=110)
+    def layout(prog):
+        return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30)
 
-    p = Parser(prog="mm", usage="mm [options] [question ...]", allow_abbrev=False, formatter_class=Help,
-               description="Asks a language model a question and shows it think, live, before it answers.\n"
-                           "Piped text is added after the question; with no question and no pipe, a conversation begins.",
-               epilog=f"providers: {', '.join(PROVIDERS)}, or one from the config file\n"
-                      "exit codes: 0 answered, 1 the server or the stream failed or no answer came, "
-                      "2 usage or configuration, 130 Ctrl-C")
-    add = p.add_argument
-    add("question", nargs="*", help=argparse.SUPPRESS)
-    add("-p", "--provider", metavar="NAME", help="which server (see below)")
-    add("-m", "--model", metavar="NAME", help="which model")
-    add("--url", metavar="URL", help="base URL of the server")
-    add("-s", "--system", metavar="TEXT", help="system prompt")
-    add("-f", "--file", metavar="PATH", action="append", default=[], help="add a text file to the question (repeatable)")
-    add("-i", "--interactive", action="store_true", help="a conversation, after the question if there is one")
-    add("-o", "--option", metavar="KEY=VALUE", action="append", default=[],
-        help="a field of the request, such as temperature=0 (repeatable; dots nest)")
-    add("--think", action="store_true", default=None, help="ask the server to think")
-    add("--no-think", dest="think", action="store_false", help="ask it not to")
-    add("-R", "--hide-thinking", dest="showThinking", action="store_false", default=None,
-        help="do not show the thinking (it is read all the same)")
-    add("--json", action="store_true", help="events on stdout, one JSON object a line")
-    add("-q", "--quiet", action="store_true", help="no notices and no status line")
-    add("--stats", action="store_true", help="figures after the answer, and tokens over time")
-    add("--watchdog", metavar="S", dest="watchdogTimeout", help="longest silence between two tokens in seconds (20; 0: no limit)")
-    add("--first-token", metavar="S", dest="firstTokenTimeout", help="longest wait for the first one in seconds (120; 0: no limit)")
-    add("--retries", metavar="N", help="how often a broken stream is asked for again (1)")
-    add("-t", "--tools", metavar="NAMES", help="offer tools to the model: a comma list, or all (list_files, read_file, ...)")
-    add("-y", "--yes", action="store_true", help="run tools without asking")
-    add("--max-steps", metavar="N", dest="maxSteps", help="model calls in one turn (25; 0: no limit)")
-    add("-c", "--continue", dest="last", action="store_true", help="go on with the last conversation")
-    add("-r", "--resume", metavar="ID", help="go on with the one whose id begins so")
-    add("--sessions", action="store_true", help="list the saved conversations")
-    add("--no-save", dest="save", action="store_false", default=None, help="do not save this one")
-    add("--tap", metavar="FILE", help="record the stream's bytes exactly as they come")
-    add("--replay", metavar="FILE", help="show a recorded stream; no server is asked")
-    add("--template-of", metavar="FILE", help="print the chat template in a GGUF file, and which of mm's formats it is")
-    add("--check", action="store_true", help="say what would be used and whether it answers")
-    add("--models", action="store_true", help="list the server's models")
-    add("--demo", action="store_true", help="answer from a script inside mm; no model is needed")
-    add("--config", metavar="FILE", default="", help="configuration file (config.example.yaml shows all keys)")
-    add("--version", action="version", version=f"mm {__version__}")
+    p = Parser(
+        prog="mm", usage="mm [options] [question ...]", allow_abbrev=False, formatter_class=layout,
+        description="Asks a language model a question and shows it think, live, before it answers."
+                    "\nPiped text is added after the question; with no question and no pipe, "
+                    "a conversation begins.",
+        epilog=f"providers: {', '.join(PROVIDERS)}, or one from the config file\n"
+               "exit codes: 0 answered, 1 the server or the stream failed or no answer came, "
+               "2 usage or configuration, 130 Ctrl-C")
+
+    def add(key, option, action, words, **more):
+        names = option.replace(",", "").split()
+        if not names[-1].startswith("-"):
+            more["metavar"] = names.pop()
+        p.add_argument(*names, dest=key, action=action, default=None, help=words, **more)
+
+    p.add_argument("question", nargs="*", help=argparse.SUPPRESS)
+    for key, (kind, default, _, option, words) in SETTINGS.items():
+        if option and kind == "flag":
+            add(key, option, "store_false" if default else argparse.BooleanOptionalAction, words)
+        elif option:
+            words += f" ({default:g})" if type(default) in (int, float) else ""
+            add(key, option, "store", words, type=readable)
+    for key, (option, action, words) in OPTIONS.items():
+        add(key, option, action, words)
+    p.add_argument("--version", action="version", version=f"mm {__version__}")
+    p.set_defaults(file=[], option=[], resume="", config="")
     return p
+
+
+def parsed(argv):
+    """The arguments of a command line; `interactive`: a conversation follows; `attended`: a person
+    can be asked, and can end the thinking.
+    """
+    # argparse loses what stands behind "--" when options and words mix
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = parser().parse_intermixed_args(argv[:end])
+    words = readable(" ".join(args.question + argv[end + 1:]))
+    args.question = words if words.strip() else ""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal and not args.question and not args.file:
+        args.interactive = True
+    args.attended = at_terminal and not args.json
+    return args
+
+
+def settings_of(args):
+    """The settings of a run. A blank option counts as not given, but for `-s ""`, which drops the
+    config's system prompt.
+    """
+    given = {key: value for key, value in vars(args).items()
+             if str(value).strip() or key == "system"}
+    return load_settings(given, args.config)
 
 
 def sampling_options(pairs):
@@ -4922,10 +4962,10 @@ def sampling_options(pairs):
     out = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise MMError("config", f"-o {one_line(pair, 60)}: wants KEY=VALUE")
+        if not equals:
+            raise MMError("config", f"-o {pair}: wants KEY=VALUE")
         if key in ("model", "messages", "tools", "prompt"):
-            raise MMError("config", f"-o {one_line(pair, 60)}: mm fills in {key} itself")
+            raise MMError("config", f"-o {key}: mm fills it in itself")
         field = json_or_text(value)
         for part in reversed(key.split(".")):
             field = {part: field}
@@ -4933,288 +4973,176 @@ def sampling_options(pairs):
     return out
 
 
-def as_question(raw, name, notices):
-    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if it says so; what is neither is
-    replaced, with a notice.
-    """
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return raw.decode("utf-16", "replace")
-    text = raw.decode("utf-8-sig", "replace")
-    if "\0" in text or len(text.encode()) > len(raw):
-        notices.append(f"{name} is not all UTF-8 text: what could not be read became \ufffd")
-    return text.replace("\0", "\ufffd")
-
-
-def with_files(question, paths, notices):
-    """The question with each file below it, named and fenced."""
-    parts = [question] if question.strip() else []
-    for path in paths:
-        raw = read_bytes(path, "-f")
-        text = as_question(raw, path, notices)
-        if text.count("\ufffd") > max(10, len(text) // 20):
-            raise MMError("config", f"-f {readable(path)}: this is no text ({len(raw):,} bytes)")
-        fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
-        parts.append(f"{readable(path)}:\n{fence}\n{text.rstrip()}\n{fence}")
-    return "\n\n".join(parts)
-
-
-def piped_text(view, notices):
-    """What was piped into mm, or "" when stdin is a terminal, closed or empty."""
-    import select
-    if sys.stdin is None or sys.stdin.isatty():
-        return ""
-    try:
-        if not select.select([sys.stdin], [], [], 2.0)[0]:
-            view.show(
-                {
-                    "type": "notice",
-                    "message": "waiting for the end of standard input (`< /dev/null` if none is meant)",
-                }
-            )
-        raw = sys.stdin.buffer.read(MOST_TEXT + 1)
-    except (OSError, ValueError):
-        return ""  # closed, or a folder
-    if len(raw) > MOST_TEXT:
-        raise MMError("config", f"standard input is larger than {MOST_TEXT >> 20} MiB")
-    return as_question(raw, "standard input", notices).rstrip("\n")
-
-
-def prepare_streams():
-    """Output never raises for a character. A locale that says ASCII mostly means that none is set,
-    so UTF-8 is meant.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by the caller: /dev/full fails, as any closed output should
-            path = "/dev/full" if name == "stdout" and os.path.exists("/dev/full") else os.devnull
-            setattr(sys, name, open(path, "w"))
-            continue
-        set_blocking(stream)
-        import codecs
-        plain = codecs.lookup(stream.encoding).name == "ascii" and not os.environ.get("PYTHONIOENCODING")
-        stream.reconfigure(encoding="utf-8" if plain else None, errors="replace")
-    if sys.stdin is not None:
-        sys.stdin.reconfigure(errors="surrogateescape")
-        set_blocking(sys.stdin)
-
-
-def set_blocking(stream):
-    """A parent can hand over a pipe that does not block: writing to it would lose what does not fit
-    just then.
-    """
-    try:
-        os.set_blocking(stream.fileno(), True)
-    except (OSError, ValueError):
-        pass  # no file behind it
-
-
-def make_view(args):
-    out = Pen(sys.stdout)
-    if args.json:
-        return Ndjson(out, args.showThinking is False)
-    one_screen = wants_repl(args) and out.terminal
-    return Person(
-        out,
-        out if one_screen else Pen(sys.stderr, aside=True),
-        args.showThinking is False,
-        args.quiet,
-        args.stats,
-    )
-
-
-def wants_repl(args):
-    asks = any(word.strip() for word in args.question) or args.file or args.replay or args.check or args.models or args.sessions \
-        or args.template_of
-    return args.interactive or not asks and sys.stdin is not None and sys.stdin.isatty()
-
-
-def check(backend, settings):
-    """--check: -> (lines, exit code)."""
-    told = probe(backend)
-    models, model = told["models"], backend.model or "none named: -m MODEL"
-    answers = f"yes, {len(models)} model{'s' * (len(models) != 1)}" if models is not None else f"no: {told['fault'].message}"
-    if models and not backend.model and takes_first_model(backend):
-        model = f"{models[0]} (the server's first)"
-    if models and backend.model and not any(same_model(name, backend.model) for name in models):
-        model += " (not in the server's list)"
-    rows = [("provider", backend.name), ("url", show_url(backend.url)), ("model", model),
-            ("key", backend.key_advice() if backend.key or not takes_first_model(backend) else
-             f"none (${backend.entry.get('apiKeyEnv') or 'MM_API_KEY'} is not set)"),
-            ("answers", answers), ("context", f"{told['window']:,} tokens" if told["window"] else "not told"),
-            ("tools", NO_RAW_TOOLS if not PROTOCOLS[backend.entry["protocol"]].applies_template else
-             {True: "the model's template takes them", False: NO_TOOLS}.get(told["tools"], "not told")),
-            ("config", settings.file or "none")]
-    return [f"{name:<9} {value}" for name, value in rows], 0 if models is not None else 1
-
-
-def settings_of(args):
-    """The settings of a run: blank options count as not given, but for `-s ""`, which drops the
-    config's system prompt.
-    """
-    given = {key: getattr(args, key) for key, (_, _, _, option) in SETTINGS.items() if option}
-    given = {
-        key: readable(value) if isinstance(value, str) else value
-        for key, value in given.items()
-        if value is not None
-    }
-    return load_settings(
-        {key: value for key, value in given.items() if str(value).strip() or key == "system"},
-        args.config,
-    )
-
-
-def run(args, view):
-    """Carries out a parsed command line; -> exit code. Raises MMError."""
-    if args.replay:
-        pace = PACE if view.out.terminal and not args.json else 0.0
-        return show_all(replay(args.replay, replay_tags(settings_of(args))), view, pace)
-    if args.template_of:
-        return show_template(args.template_of, view)
-    if args.sessions:
-        return print_rows(session_lines(), view)
-    settings = settings_of(args)
-    path, history, notices = resumed(args, settings)
-    tell(view, notices)
-    view.hide = view.hide or (not settings["showThinking"] and not args.json)
-    sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
-    need_requests()  # or a pipe would be read in vain; so it would with a server that cannot be
-    named = None if args.demo else named_backend(settings)
-    question = question_of(args, notices, view)
-    backend = backend_of(args, settings, named, notices)
-    backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
-    if args.check:
-        rows, code = check(backend, settings)
-        return print_rows(rows, view) or code
-    if args.models:
-        return print_rows(list_models(backend), view)
-    conversation, session = make_conversation(args, settings, backend, toolbox, path)
-    conversation.history += history
-    tell(view, notices + what_it_cannot_do(conversation, probes=not wants_repl(args)))
-    if wants_repl(args):
-        typed = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
-        return Repl(conversation, view, session, typed).run(question)
-    return run_turn(conversation, conversation.ask(question), view)
-
-
-def backend_of(args, settings, named, notices):
-    if args.demo:
-        notices.append("--demo: a script answers, not a model")
-        return Backend("demo", {"apiKeyEnv": ""}, start_demo(), "scripted")
-    backend, found = resolve(settings, needs_model=not args.check and not args.models, named=named)
-    notices += found
-    return backend
-
-
-def what_it_cannot_do(conversation, probes):
-    """Notices of what was asked for and will have no effect. probes: the server is asked about
-    tools (the REPL asks it anyway).
-    """
-    backend, names, notices = conversation.backend, conversation.toolbox.names, []
-    if not conversation.protocol.applies_template:
-        if not backend.entry["template"]:
-            notices.append(
-                "no template is named for the raw prompts: chatml is used (template in the config)"
-            )
-        if names:
-            notices.append(NO_RAW_TOOLS)
-    elif names and backend.entry["tools"] and probes and probe(backend)["tools"] is False:
-        notices.append(NO_TOOLS)
-    return notices if can_switch_thinking(conversation) else [*notices, NO_SWITCH]
-
-
-def replay_tags(settings):
-    """-> a function that gives the ThinkTags of the provider that a recording came from, if one is
-    named.
-    """
-    name = settings["provider"].strip()
-    if name not in provider_table(settings):
-        return lambda: None
-    backend = Backend(name, provider_table(settings)[name], "http://replay")
-    return lambda: PROTOCOLS[backend.entry["protocol"]](backend).tags(settings["think"])
-
-
-def tell(view, notices):
-    """Shows notices, and forgets them."""
+def tell(view, *notices):
     for notice in notices:
         view.show({"type": "notice", "message": notice})
-    notices.clear()
 
 
-def resumed(args, settings):
-    """-> (the resumed session's path or "", its history, notices). What it remembers counts unless
-    an option says otherwise.
+# -- the question
+
+def question_of(args, view):
+    """The question: its words, files and piped text. Raises MMError("config") where there is none,
+    unless a conversation follows.
     """
-    notices = list(settings.notices)
-    if not (args.resume or "").strip() and not args.last:
-        return "", [], notices
-    path = find_session((args.resume or "").strip())
+    parts = [args.question] + [fenced(path, view) for path in args.file]
+    if not args.interactive:
+        parts.append(piped_text(view))
+    question = "\n\n".join(filter(str.strip, parts))
+    if not question and not args.interactive:
+        raise MMError("config", 'there is no question: mm "your question", or pipe one in '
+                                "(mm --help)")
+    return question
+
+
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text of that encoding begins
+
+
+def fenced(path, view):
+    """A file of text, named, between fences that are longer than any in it."""
+    raw = read_bytes(path, "-f")
+    unreadable_bytes = raw.decode("utf-8", "replace").count("\ufffd") + raw.count(b"\0")
+    if unreadable_bytes > max(10, len(raw) // 20) and raw[:2] not in UTF_16:
+        raise MMError("config", f"-f {readable(path)}: this is no text ({len(raw):,} bytes)")
+    text = as_text(raw, path, view).rstrip()
+    longest = max(map(len, re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{readable(path)}:\n{fence}\n{text}\n{fence}"
+
+
+def piped_text(view):
+    """What was piped into mm, or "" when stdin is a terminal, closed or empty."""
+    import select
+    if sys.stdin.isatty():
+        return ""
+    if not select.select([sys.stdin], [], [], 2.0)[0]:
+        tell(view, "waiting for the end of standard input (`< /dev/null` if none is meant)")
+    try:
+        raw = sys.stdin.buffer.read(MOST_TEXT + 1)
+    except OSError:
+        return ""  # nohup hands over one that cannot be read
+    if len(raw) > MOST_TEXT:
+        raise MMError("config", f"standard input is larger than {MOST_TEXT >> 20} MiB")
+    return as_text(raw, "standard input", view).rstrip("\n")
+
+
+def as_text(raw, name, view):
+    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if they begin so. What is neither is
+    replaced, with a notice.
+    """
+    encoding = "utf-16" if raw[:2] in UTF_16 else "utf-8-sig"
+    text = raw.decode(encoding, "replace").replace("\0", "\ufffd")
+    if "\ufffd" in text:
+        tell(view, f"{name} is not all UTF-8 text: what could not be read is \ufffd now")
+    return text
+
+
+# -- the conversation
+
+def resumed(args, settings, view):
+    """-> (the resumed session's path or "", its history). What it remembers becomes a setting,
+    unless an option says otherwise.
+    """
+    if not args.resume.strip() and not args.last:
+        return "", []
+    path = find_session(args.resume.strip())
     about, history, damage = load_session(path)
-    last = next(
-        (message["content"] for message in reversed(history) if message["role"] == "user"),
-        "nothing",
-    )
-    count = f"{len(history)} message{'s' * (len(history) != 1)}"
-    notices.append(f"session {session_id(path)}, {count}; asked last: {one_line(last, 60)}")
-    chosen = {key for key in ("provider", "model", "url", "system") if settings.is_option(key)}
-    if chosen & {"provider", "url"}:  # a server, and the model too unless it is the remembered one
-        chosen |= {"provider", "url"} if is_same_server(about, settings) else {"provider", "url", "model"}
+    source = f"session {session_id(path)}"
+    questions = [message["content"] for message in history if message["role"] == "user"]
+    last = one_line(questions[-1], 60) if questions else "nothing"
+    tell(view, f"{source}, {len(history)} messages; asked last: {last}", *damage)
+    chosen = {key for key in about if settings.is_option(key)}
+    server = settings["provider"] if settings.is_option("provider") else ""
+    if settings.is_option("url"):
+        server = show_url(base_url(settings["url"])[0])
+    if server:
+        chosen |= {"provider", "url"}
+        if server != (about.get("url") or about.get("provider")):
+            chosen.add("model")  # the one that it remembers is another server's
     for key, value in about.items():
         if value and key not in chosen:
-            settings.put(key, value, f"session {session_id(path)}")
-    return path, history, notices + damage
-
-
-def is_same_server(about, settings):
-    """Whether the provider or URL that was chosen is the one that a session remembers, so that its
-    model is meant too.
-    """
-    if settings.is_option("url"):
-        return show_url(blaming(settings.source("url"), base_url, settings["url"])[0]) == about.get("url")
-    return settings["provider"] == about.get("provider") and not about.get("url")
-
-
-def make_conversation(args, settings, backend, toolbox, path):
-    """-> (Conversation, its Session or None). path: of the session that is resumed, or ""."""
-    session = None
-    if settings["save"] and not args.demo:
-        about = {"provider": "" if backend.plain else backend.name, "model": backend.model, "system": settings["system"]}
-        if settings["url"]:
-            about["url"] = show_url(backend.url)
-        session = Session(about, lambda message: conversation.notices.append(message), path)
-    conversation = Conversation(
-        backend,
-        settings,
-        toolbox,
-        session.record if session else None,
-        session,
-        restartable=args.json or sys.stdout.isatty(),
-        end_thinking=sys.stdin is not None and sys.stdin.isatty() and not args.json,
-        tap=open_tap(args.tap),
-    )
-    if session and path and any(settings.is_option(key) for key in ("provider", "model", "url")):
-        session.record({"url": "", **about})
-    return conversation, session
+            settings.put(key, value, source)
+    return path, history
 
 
 def make_toolbox(args, settings, view):
+    """The tools that are offered. Raises MMError("config") for one that there is not."""
     commands = check_commands(settings["commands"], settings.source("commands"))
-    hidden = {
-        entry.get("apiKeyEnv")
-        for entry in [*PROVIDERS.values(), *settings["providers"].values(), PLAIN]
-    }
-    can_ask = sys.stdin is not None and sys.stdin.isatty() and not args.json and view.side.terminal
-    permit = (lambda name: "y") if args.yes else view.permit if can_ask else None
-    toolbox = Toolbox([], commands, settings["commandTimeout"], filter(None, hidden), permit)
-    names, known = settings["tools"], list(toolbox.known())
-    unknown = [name for name in names if name not in [*known, "all", "none"]]
-    if unknown:
-        raise MMError(
-            "config",
-            f"{settings.source('tools')}: no tool is called {one_line(unknown[0], 40)}"
-            f"{did_you_mean(unknown[0], known)}: {', '.join(known)}, all, or none",
-        )
-    toolbox.names = [name for name in known if name in names or "all" in names]
+    hidden = {entry.get("apiKeyEnv") for entry in provider_table(settings).values()}
+    permit = view.permit if args.attended and view.side.terminal else None
+    if args.yes:
+        permit = lambda name: "y"
+    toolbox = Toolbox([], commands, settings["commandTimeout"], hidden, permit)
+    names, known = set(settings["tools"]), [*toolbox.known(), "all", "none"]
+    for name in names.difference(known):
+        hint, where = did_you_mean(name, known), settings.source("tools")
+        raise MMError("config", f"{where}: no tool is called {one_line(name, 40)}{hint}: "
+                                f"{', '.join(known)}")
+    toolbox.names = [name for name in toolbox.known() if name in names or "all" in names]
     return toolbox
+
+
+def make_session(settings, backend, view, path):
+    """The Session of a conversation; path: of the one that is resumed, or ""."""
+    about = {
+        "provider": "" if backend.plain else backend.name,
+        "model": backend.model,
+        "url": show_url(backend.url) if settings["url"] else "",
+        "system": settings["system"],
+    }
+    session = Session(about, lambda message: tell(view, message), path)
+    if path and any(settings.is_option(key) for key in ("provider", "model", "url")):
+        session.record(about)
+    return session
+
+
+def no_tools_reason(backend, takes_tools):
+    """Why the model will not hear of tools, or "". takes_tools: what probe() says of them."""
+    if not PROTOCOLS[backend.entry["protocol"]].applies_template:
+        return NO_RAW_TOOLS
+    return NO_TOOLS if takes_tools is False else ""
+
+
+def without_effect(conversation, asks_server):
+    """Notices of what was asked for and will have no effect.
+
+    asks_server: whether the server is asked if it takes tools (the REPL asks it anyway).
+    """
+    backend, tools = conversation.backend, conversation.toolbox.names
+    if not conversation.protocol.applies_template and not backend.entry["template"]:
+        yield "no template is named for the raw prompts: chatml is used (template in the config)"
+    asks_server = asks_server and tools and backend.entry["tools"]
+    reason = no_tools_reason(backend, probe(backend)["tools"] if asks_server else None)
+    if tools and reason:
+        yield reason
+    if not can_switch_thinking(conversation):
+        yield NO_SWITCH
+
+
+# -- what needs no conversation
+
+def check(backend, settings, view):
+    """--check: what would be used and whether it answers; -> exit code."""
+    answer, model = probe(backend), backend.model or "none named: -m MODEL"
+    models = answer["models"] or []
+    if models and not backend.model and takes_first_model(backend):
+        model = models[0]
+    elif models and not any(same_model(name, model) for name in models):
+        model += " (not in the server's list)"
+    key = backend.entry.get("apiKeyEnv") or "MM_API_KEY"
+    tools = "the model's template takes them" if answer["tools"] else "not told"
+    fault, count = answer["fault"], len(models)
+    rows = {
+        "provider": backend.name,
+        "url": show_url(backend.url),
+        "model": model,
+        "key": f"{'from' if backend.key else 'none in'} ${key}",
+        "answers": f"no: {fault.message}" if fault else f"yes, {count} model{'s' * (count != 1)}",
+        "context": f"{answer['window']:,} tokens" if answer["window"] else "not told",
+        "tools": no_tools_reason(backend, answer["tools"]) or tools,
+        "config": settings.file or "none",
+    }
+    print_rows([f"{name:<9} {value}" for name, value in rows.items()], view)
+    return 1 if fault else 0
 
 
 def print_rows(rows, view):
@@ -5223,54 +5151,81 @@ def print_rows(rows, view):
     return 0
 
 
-def question_of(args, notices, view):
-    """The question with files and piped text; "" only where none is needed."""
-    if args.check or args.models:
-        return ""
-    parts = [with_files(readable(" ".join(args.question)), args.file, notices)]
-    if not wants_repl(args):
-        parts.append(piped_text(view, notices))
-    question = "\n\n".join(filter(str.strip, parts))
-    if not question and not wants_repl(args):
-        raise MMError(
-            "config", "there is no question: mm \"your question\", or pipe one in (mm --help)"
-        )
-    return question
-
-
-def open_tap(path):
-    """Called once there is a server to ask, as it empties the file."""
-    if not path:
-        return None
-    try:
-        return open(path, "wb", buffering=0)
-    except (OSError, ValueError) as error:
-        raise MMError(
-            "config", f"--tap {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
-
-
-def show_all(turn, view, pace=0.0):
-    """Shows events; pace: seconds for each piece of text."""
+def show_replay(path, settings, view):
+    """--replay: a recorded stream, on a terminal at a pace that can be read; -> exit code."""
     code = 0
-    for event in turn:
+    for event in replay(path, settings):
         code = exit_code(event, code)
         view.show(event)
-        if pace and event["type"] in ("reasoning", "answer"):
+        if view.out.terminal and "text" in event:
             view.flush()
-            time.sleep(pace)
+            time.sleep(PACE)
     return code
 
 
 def show_template(path, view):
     """--template-of: the template on stdout, and what mm makes of it beside it."""
     template, form, end = template_of(path)
-    told = f"template: {form}" if form else f"the template is none of those that mm writes itself ({', '.join(TEMPLATES)})"
-    told += f" · end of turn: {end}" if end else ""
-    told += " · it knows <think> (thinkTags: true has the thinking block opened in the prompt)" if THINK in template else ""
-    view.out.write(template.rstrip("\n") + "\n")
-    tell(view, [told])
+    note = f"template: {form or 'none of ' + ', '.join(TEMPLATES)}"
+    if end:
+        note += f" · end of turn: {end}"
+    if THINK in template:
+        note += " · it knows <think> (thinkTags: true has the block opened in the prompt)"
+    print_rows([template.rstrip("\n")], view)
+    tell(view, note)
     return 0
+
+
+# -- a run
+
+def run(args, view):
+    """Carries out a parsed command line; -> exit code. Raises MMError."""
+    if args.template_of:
+        return show_template(args.template_of, view)
+    if args.sessions:
+        return print_rows(session_lines(), view)
+    settings = settings_of(args)
+    if not args.json or settings.is_option("showThinking"):  # a program asks for its own
+        view.hide = not settings["showThinking"]
+    if args.replay:
+        return show_replay(args.replay, settings, view)
+    if args.interactive and view.out.terminal:
+        view.side = view.out  # all on one screen
+    tell(view, *settings.notices)
+    path, history = resumed(args, settings, view)
+    sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
+    need_requests()  # or a pipe would be read in vain
+    named = start_demo() if args.demo else named_backend(settings)
+    looks = args.check or args.models
+    question = "" if looks else question_of(args, view)
+    backend, notices = resolve(settings, needs_model=not looks, named=named)
+    tell(view, *notices)
+    if args.check:
+        return check(backend, settings, view)
+    if args.models:
+        return print_rows(list_models(backend), view)
+    backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
+    session = None
+    if settings["save"] and not args.demo:
+        session = make_session(settings, backend, view, path)
+    conversation = Conversation(
+        backend, settings, toolbox, session and session.record, session,
+        restartable=args.json or sys.stdout.isatty(), end_thinking=args.attended,
+        tap=open_tap(args.tap))
+    conversation.history += history
+    tell(view, *without_effect(conversation, asks_server=not args.interactive))
+    if args.interactive:
+        typed = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
+        return Repl(conversation, view, session, typed).run(question)
+    return run_turn(conversation, conversation.ask(question), view)
+
+
+def open_tap(path):
+    """--tap's file, or None. Called once there is a server to ask, as it empties the file."""
+    try:
+        return open(path, "wb", buffering=0) if path else None
+    except OSError as error:
+        raise MMError("config", f"--tap {path}: {error.strerror}") from None
 
 
 def prepare_imports():
@@ -5283,69 +5238,79 @@ def prepare_imports():
         warnings.simplefilter("ignore")
 
 
-def main(argv=None):
-    """-> exit code. Whatever goes wrong becomes one line; a closed pipe ends mm quietly."""
-    prepare_imports()
-    prepare_streams()
-    view = Person(Pen(sys.stdout), Pen(sys.stderr, aside=True))
+def prepare_streams():
+    """Opens the streams that the caller has closed; output never raises for a character."""
+    # /dev/full fails, as any output that cannot be written should
+    full = "/dev/full" if os.path.exists("/dev/full") else os.devnull
+    for name, path, mode in (("stdin", os.devnull, "r"), ("stdout", full, "w"),
+                             ("stderr", os.devnull, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(path, mode))
+        # a parent can hand over a pipe that does not block: a write would lose what does not fit
+        os.set_blocking(getattr(sys, name).fileno(), True)
+    # Python's own sign of the C locale, which mostly means that none is set: UTF-8 is meant
+    encoding = "utf-8" if sys.stdout.errors == "surrogateescape" else None
+    sys.stdin.reconfigure(errors="surrogateescape")
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding=encoding, errors="replace")
 
-    def end(number, frame):
-        """Ends mm by an exception, so that what is open is closed, and a command ended; at the
-        second signal, at once.
-        """
-        nonlocal running
-        for pen in view.pens:
-            pen.let_go_if_stuck()
-        if not running:
-            os._exit(128 + number)
-        running = False
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-    running = True
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            on_signal(getattr(signal, name), end)
+
+def answered(argv, out, side):
+    """Runs a command line; -> exit code. A fault of it, or of the server, becomes an error event.
+    """
+    view = Ndjson(out) if "--json" in argv else Person(out, side)
     try:
-        argv = sys.argv[1:] if argv is None else argv
-        view = Ndjson(view.out) if "--json" in argv else view
-        # argparse loses it when options and words mix
-        words = argv.index("--") if "--" in argv else len(argv)
-        args = parser().parse_intermixed_args(argv[:words])
-        args.question += argv[words + 1:]
-        view = make_view(args)
-        try:
-            code = run(args, view)
-            sys.stdout.flush()
-            return code
-        finally:
-            running = False
+        args = parsed(argv)
+        view.quiet, view.stats = args.quiet, args.stats
+        return run(args, view)
     except MMError as error:
         event = {"type": "error", "kind": error.kind, "message": error.message}
         view.show(event)
         return exit_code(event, 1)
+    finally:
+        view.close()
+        sys.stdout.flush()  # of --help, too
+
+
+def main():
+    """-> exit code. Whatever goes wrong becomes one line; a closed pipe ends mm quietly."""
+    prepare_imports()
+    prepare_streams()
+    out, side = Pen(sys.stdout), Pen(sys.stderr, aside=True)
+    ending = False
+
+    def end(number, _):
+        """Ends mm by an exception, so that what is open is closed, and a command ended; at the
+        second signal, at once.
+        """
+        nonlocal ending
+        out.let_go_if_stuck()
+        side.let_go_if_stuck()
+        if ending:
+            os._exit(128 + number)
+        ending = True
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        on_signal(number, end)
+    try:
+        return answered(sys.argv[1:], out, side)
+    except SystemExit as error:  # --help, or a signal
+        return error.code
     except KeyboardInterrupt:
         return 130
-    except SystemExit as error:  # --help, or SIGTERM
-        sys.stdout.flush()
-        return error.code or 0
-    except OSError as error:  # of writing the output: whatever else can fail is told where it is done
+    except OSError as error:  # of writing the output: all else is told where it is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own last flush is quiet
         if not isinstance(error, BrokenPipeError):
-            reason = f"mm: the output cannot be written: {error.strerror or error}\n"
-            Pen(sys.stderr, aside=True).say(reason)
+            side.say(f"mm: the output cannot be written: {error.strerror}\n")
         return 1
     except Exception as error:  # a fault of mm's own, which a traceback would not mend for its user
-        Pen(sys.stderr, aside=True).say(
-            f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n"
-        )
+        side.say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")
         return 1
     finally:
-        try:
-            view.close()
-        except OSError:
-            pass  # told already, or a pipe that nobody reads
+        ending = True
 
 
 if __name__ == "__main__":
-    exit_status = main()
     # everything is written; taking the modules down would take as long as a tenth of a one-shot
-    os._exit(exit_status)
+    os._exit(main())

@@ -4235,13 +4235,13 @@ def test_every_setting_stands_with_its_option_variable_and_default_in_the_readme
     rows = {}
     for option, variable, key, default, _ in table("Settings"):
         options, keys = words(option), words(key)
-        name = next(n for n, (_, _, v, o) in mm.SETTINGS.items() if o and o in " ".join(options).replace(",", " ").split() or keys[:1] == [n])
+        name = next(n for n, row in mm.SETTINGS.items() if keys[:1] == [n] or {word for word in " ".join(options).split() if word[0] == "-"} & set(row[3].replace(",", "").split()))
         rows[name] = (options, words(variable), keys, default)
     assert set(rows) >= set(mm.SETTINGS) - {"providers"}
     for name, (options, variables, keys, default) in rows.items():
-        _, value, variable, option = mm.SETTINGS[name]
+        _, value, variable, option, _ = mm.SETTINGS[name]
         assert variables == ([variable] if variable else []) and (keys == [name] or name in ("url", "think"))
-        assert not option or any(option in words.split() for words in options), name
+        assert {word for word in option.replace(",", "").split() if word[0] == "-"} <= set(" ".join(options).split()), name
         if isinstance(value, (bool, int, float)) and value:
             assert default == (str(value).lower() if isinstance(value, bool) else f"{value:g}"), name
 
