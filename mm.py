@@ -1873,11 +1873,15 @@ class ModelCall:
     the first one, in seconds; 0 is no limit. Iterating gives the deltas, and ("waiting", seconds
     since the last sign of life) when nothing more is there: right after a delta, with 0.0, so that
     a view can flush what it has, and then each second. stop(), also from a signal handler, makes
-    the iteration raise MMError("cancelled").
+    the iteration raise MMError("cancelled"). waits_for_call: a call may come in one piece.
     """
 
-    def __init__(self, open_stream, watchdog, first_token):
+    def __init__(self, open_stream, watchdog, first_token, waits_for_call=False):
         self.open_stream = open_stream
+        # while a server may write a call without a sign, the first token's limit is meant for both
+        self.waits_for_call = waits_for_call and first_token != watchdog
+        if waits_for_call:
+            watchdog = first_token and max(first_token, watchdog)
         self.limits = {"first": first_token, "next": watchdog, "last": GRACE_SECONDS}
         self.box = queue.SimpleQueue()
         self.connection, self.stopped = Connection(), False
@@ -1938,7 +1942,7 @@ class ModelCall:
                         if limit and silent >= limit:
                             if has_finished:
                                 return
-                            raise stalled_error(silent, phase) from None
+                            raise stalled_error(silent, phase, self.waits_for_call) from None
                         yield "waiting", silent
                         continue
                 if self.stopped:
@@ -1964,7 +1968,7 @@ class ModelCall:
             self.connection.hang_up()
 
 
-def stalled_error(silent, phase):
+def stalled_error(silent, phase, waits_for_call):
     """Not asked again: a person has waited for a whole limit already, and a server that is merely
     slow would be so once more.
     """
@@ -1975,11 +1979,10 @@ def stalled_error(silent, phase):
             f"nothing came for {silent} s: is the model still loading, or the prompt very long? "
             "--first-token (firstTokenTimeout) sets the limit",
         )
-    return MMError(
-        "stalled",
-        f"the stream fell silent for {silent} s: --watchdog (watchdogTimeout) sets the limit"
-        " (while tools are offered it is --first-token's, where a call may come in one piece)",
-    )
+    limit = "--watchdog (watchdogTimeout) sets the limit"
+    if waits_for_call:
+        limit = f"a call may have been written meanwhile, so --first-token was the limit; {limit}"
+    return MMError("stalled", f"the stream fell silent for {silent} s: {limit}")
 
 
 # ==================================================================================================
@@ -3446,11 +3449,10 @@ class Conversation:
         def open_stream(connection):
             return self.protocol.stream(body, connection, self.tap, self.notices.append)
 
-        first, silence = self.settings["firstTokenTimeout"], self.settings["watchdogTimeout"]
-        streams_calls = self.backend.entry["streamsCalls"] or not self.toolbox.names
-        if not streams_calls and not self.settings.source("watchdogTimeout"):
-            silence = first and max(first, silence)
-        self.call = ModelCall(open_stream, silence, first)
+        settings, is_set = self.settings, self.settings.source("watchdogTimeout")
+        waits_for_call = self.toolbox.names and not self.backend.entry["streamsCalls"] and not is_set
+        self.call = ModelCall(open_stream, settings["watchdogTimeout"],
+                              settings["firstTokenTimeout"], waits_for_call)
         for event in read_reply(self.call, reply, tags):
             if event["type"] != "waiting" or event["seconds"] >= 1:  # what is refused, is at once
                 self.record_all()
