@@ -3185,7 +3185,7 @@ class Conversation:
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
         # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "origin" (see Echo)
-        self.history, self.unrecorded = [], []
+        self.history, self.untaken = [], []  # untaken: what no server has taken yet
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
         self.refused = set()  # optional request fields that this server does not take
@@ -3241,24 +3241,21 @@ class Conversation:
             if self.partial:
                 self.remember({"role": "assistant", "content": self.partial})
                 self.partial = ""
-            if not is_refused:
-                self.record_all()
+            if is_refused and self.session and self.untaken:
+                self.session.withdraw()
+            self.untaken.clear()
         yield from self.what_is_to_be_said()
 
     def remember(self, message):
         self.history.append(message)
-        self.unrecorded.append(message)
+        self.untaken.append(message)
+        self.record(without_thought(message))
         if message["role"] != "user":
-            self.record_all()
-
-    def record_all(self):
-        """Records what was said. A question is, once a server has taken it."""
-        while self.unrecorded:
-            self.record(without_thought(self.unrecorded.pop(0)))
+            self.untaken.clear()
 
     def replace_history(self, history):
         self.history[:] = history
-        self.unrecorded.clear()
+        self.untaken.clear()
         self.measured = (0, 0)
         self.record({"history": [without_thought(message) for message in history]})
 
@@ -3454,8 +3451,8 @@ class Conversation:
         self.call = ModelCall(open_stream, settings["watchdogTimeout"],
                               settings["firstTokenTimeout"], waits_for_call)
         for event in read_reply(self.call, reply, tags):
-            if event["type"] != "waiting" or event["seconds"] >= 1:  # what is refused, is at once
-                self.record_all()
+            if event["type"] != "waiting":  # the server has taken it
+                self.untaken.clear()
             yield event
             yield from self.what_is_to_be_said()
             if self.ending == "wanted":  # Ctrl-C
@@ -3587,7 +3584,7 @@ class Conversation:
         session.
         """
         self.history.clear()
-        self.unrecorded.clear()
+        self.untaken.clear()
         self.measured = (0, 0)
         self.toolbox.always.clear()
         if self.session:
@@ -3761,6 +3758,7 @@ class Session:
     def __init__(self, about, notice, path=""):
         self.about, self.notice, self.path = about, notice, path
         self.file, self.broken, self.size = None, False, 0
+        self.taken = 0  # bytes that stay whatever becomes of the question
         if not path:
             self.renew()
 
@@ -3784,11 +3782,28 @@ class Session:
                 self.renew()
             if self.file is None:
                 self.open()
+            if item.get("role") == "user":
+                self.taken = os.fstat(self.file).st_size
             self.append(item)
             self.size = os.fstat(self.file).st_size
         except OSError as error:
             self.broken = True
             self.notice(f"the conversation is not saved: {self.path}: {error.strerror}")
+
+    def withdraw(self):
+        """Takes out the last question, which a server refused, unless another process has written
+        behind it; a session that would be empty goes.
+        """
+        try:
+            if self.file is None or os.fstat(self.file).st_size != self.size:
+                return
+            os.ftruncate(self.file, self.taken)
+            self.size = self.taken
+            if os.pread(self.file, self.taken, 0).count(b"\n") == 1:
+                os.unlink(self.path)
+                self.close()
+        except OSError:
+            pass  # then it stays
 
     def open(self):
         os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
