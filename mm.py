@@ -1184,6 +1184,7 @@ def named_backend(settings, environ=os.environ):
         ports = {urlsplit(place).port: name for name, entry in PROVIDERS.items()
                  for place in [entry["url"], *entry.get("fallback", [])]}
         name = ports[port] if port in ports and port else ""
+        table = PROVIDERS
     entry = table[name] if name else PLAIN
     if url:
         entry = {**entry, "fallback": []}
@@ -1483,7 +1484,8 @@ def events(rows):
 DONE = object()  # stands for [DONE], or what other servers write for it, among an event's values
 END_MARKS = re.compile(rb'(?i)"?(\[(done|end)\]|done|end)"?')
 # finish_reasons by which a server says that it has failed (vLLM, Z.ai, DeepSeek, …)
-GIVEN_UP = r"(?i)error|abort|fail|insufficient|unavailable|overload|time.?out|cancel"
+GIVEN_UP = (r"(?i)error|abort|fail|insufficient|unavailable|overload|time.?out|cancel"
+            r"|network|lost|exception|interrupt|terminated|preempt")
 
 
 def deltas(rows, backend, url):
@@ -1540,7 +1542,7 @@ class StreamReader:
             raise explain(0, error or chunk, backend, url)
         for choice in choices or [{}]:
             # all of an answer: of a server that does not stream, or once more behind its deltas
-            if "message" in choice:
+            if choice.get("message"):
                 self.is_complete = True
                 if self.has_deltas:
                     choice = {**choice, "message": None}
@@ -1661,6 +1663,8 @@ def read_chunk(chunk, choice):
             yield key, chunk[key]
     # last, as the watchdog waits but a moment for what comes after it
     finish = choice.get("finish_reason")
+    if finish in ("", "null"):  # absent, as some write it
+        finish = None
     if isinstance(finish, str) and (is_first or finish == "tool_calls"):
         yield "finish", finish
 
@@ -3125,8 +3129,8 @@ class Reply:
         return thinking, max(0, produced - thinking)
 
     def finished_calls(self):
-        """The calls of the answer; none where it was cut, as the last one may be torn."""
-        return [] if self.finish in CUT else self.calls.finished()
+        """The calls of the answer; none behind an end that is not known to be a good one."""
+        return self.calls.finished() if (self.finish or "").lower() in ENDED else []
 
 
 def read_reply(incoming, reply, tags=None):
@@ -3676,7 +3680,8 @@ def rounded(seconds):
 
 
 # finish_reasons: of an answer that is complete, cut, or held back
-ENDED = ("", "stop", "tool_calls", "function_call", "eos", "end_turn", "stop_sequence", "complete")
+ENDED = ("", "stop", "tool_calls", "function_call", "eos", "end_turn", "stop_sequence",
+         "complete", "tool_use", "tool_call")
 CUT = ("length", "max_tokens", "MAX_TOKENS", "model_length", "model_context_window_exceeded")
 FILTERED = ("content_filter", "sensitive", "safety", "SAFETY", "refusal")
 

@@ -1111,6 +1111,20 @@ def test_an_end_that_says_the_server_failed_is_asked_again_and_its_call_is_not_r
     assert kinds(events) == ["retry", "answer", "done"] and len(server.posts) == 2 and reason in events[0]["reason"]
 
 
+@pytest.mark.parametrize("reason", ["", "null"])
+def test_an_end_that_says_nothing_is_none_and_no_call_of_it_runs(serve, box, reason):
+    whole_call = {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "list_files", "arguments": "{}"}}]}
+    torn = sse({"choices": [{"index": 0, "delta": whole_call, "message": None, "finish_reason": reason}]})
+    events = ask(agent(serve(stream(torn)), box("y"), retries=0))
+    assert error(events)[0] == "interrupted" and "tool_call" not in kinds(events)
+
+
+@pytest.mark.parametrize("reason", ["content_filter", "who_knows"])
+def test_no_call_runs_behind_an_end_that_is_not_known_to_be_good(serve, box, reason):
+    events = ask(agent(serve(stream(ended(reason, call(index=0, id="a", name="list_files", arguments="{}")))), box("y"), retries=0))
+    assert "tool_call" not in kinds(events)
+
+
 @pytest.mark.parametrize("reason, tokens", [
     ("stop", None), ("eos", None), ("end_turn", None), ("length", ["max_tokens"]), ("model_context_window_exceeded", ["model_context_window_exceeded"]),
     ("content_filter", ["filter"]), ("sensitive", ["filter", "sensitive"]), ("no_more_ink", ["no_more_ink"]),
