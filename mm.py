@@ -1537,9 +1537,11 @@ class StreamReader:
         choices = chunk.get("choices")
         choices = choices if isinstance(choices, list) else []
         choices = [choice for choice in choices if isinstance(choice, dict)]
-        error = next((choice["error"] for choice in choices if choice.get("error")), None)
-        if error or is_error(name, chunk):
-            raise explain(0, error or chunk, backend, url)
+        for choice in choices:
+            if choice.get("error"):
+                raise explain(0, choice["error"], backend, url)
+        if is_error(name, chunk):
+            raise explain(0, chunk, backend, url)
         for choice in choices or [{}]:
             # all of an answer: of a server that does not stream, or once more behind its deltas
             if choice.get("message"):
@@ -1654,7 +1656,8 @@ def read_chunk(chunk, choice):
     if isinstance(delta, dict):
         if is_first:
             yield from read_delta(delta)
-        yield from read_calls(delta, "" if is_first else f"{index}:")
+        if delta.get("tool_calls") or delta.get("function_call"):
+            yield from read_calls(delta, "" if is_first else f"{index}:")
     for key in ("model", "id"):
         if isinstance(chunk.get(key), str):
             yield key, chunk[key]
@@ -1675,7 +1678,7 @@ def read_delta(delta):
     answer, reasoning = text_parts(content)
     # the same text twice, on some servers
     for key in ("reasoning_content", "reasoning", "reasoning_details", "thinking"):
-        text = "".join(text_parts(delta.get(key)))
+        text = "".join(text_parts(delta[key])) if delta.get(key) else ""
         if text:
             reasoning = text
             break
@@ -1684,6 +1687,16 @@ def read_delta(delta):
     # some gateways copy thinking into content; a newline may be both
     if answer and (answer != reasoning or answer.isspace()):
         yield "answer", answer
+    if isinstance(content, list) or not OTHER_KEYS.isdisjoint(delta):
+        yield from read_others(delta, content)
+
+
+# looked at only where one is there: a stream has many deltas
+OTHER_KEYS = {"reasoning_details", "extra_content", "image", "images", "audio", "audios"}
+
+
+def read_others(delta, content):
+    """What a delta holds beside text and calls: fields that only its server knows, and media."""
     parts = content if isinstance(content, list) else []
     kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
     extra = {key: delta[key] for key in ("reasoning_details", "extra_content") if delta.get(key)}
