@@ -708,10 +708,10 @@ PROVIDERS = {
     # it, dots between them, [] for the list's entry of the model in use ("data.[].meta.n_ctx"):
     # window            pages that tell the context it serves, which can be less than the model was trained for
     # tools             page that tells whether the model's template takes tools; where not, they are ignored without an error
-    # For thinking that is sent back (reasoningEcho, section 6):
-    # echo              the field of a message that it is read from
     # streamsCalls      it sends a call's arguments as they are written, not in one piece after a long silence
-    # insists           the field without which it takes no calls of its own back
+    # For thinking that is sent back (section 6):
+    # echo              the field of a message that it is read from
+    # insists           the field without which it takes no calls of its own back, asked for or not
     # render            page that shows the prompt that messages become
     # keeps             page that tells whether the template keeps all thinking of a history
     # For raw prompts (section 7):
@@ -1896,9 +1896,9 @@ class ModelCall:
     def __init__(self, open_stream, watchdog, first_token, waits_for_call=False):
         self.open_stream = open_stream
         # while a server may write a call without a sign, the first token's limit is meant for both
-        self.waits_for_call = waits_for_call and first_token != watchdog
-        if waits_for_call:
-            watchdog = first_token and max(first_token, watchdog)
+        self.waits_for_call = waits_for_call and not 0 < first_token <= watchdog
+        if self.waits_for_call:
+            watchdog = first_token
         self.limits = {"first": first_token, "next": watchdog, "last": GRACE_SECONDS}
         self.box = queue.SimpleQueue()
         self.connection, self.stopped = Connection(), False
@@ -3174,6 +3174,11 @@ def read_reply(incoming, reply, tags=None):
             reply.finish = value or reply.finish or ""
 
 
+def error_event(error):
+    """The event of an MMError."""
+    return {"type": "error", "kind": error.kind, "message": error.message}
+
+
 def notice(message, **more):
     """The event that tells a person something. kind="empty": it explains exit code 1."""
     return {"type": "notice", "message": message, **more}
@@ -3202,7 +3207,8 @@ class Conversation:
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
         self.system, self.think = settings["system"], settings["think"]
         # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "origin" (see Echo)
-        self.history, self.untaken = [], []  # untaken: what no server has taken yet
+        self.history = []
+        self.untaken = False  # whether the last message is a question that no server has taken yet
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
         self.refused = set()  # optional request fields that this server does not take
@@ -3253,26 +3259,24 @@ class Conversation:
             yield from work
         except MMError as error:
             is_refused = error.kind not in ("cancelled", "stalled", "interrupted")
-            yield {"type": "error", "kind": error.kind, "message": error.message}
+            yield error_event(error)
         finally:
             if self.partial:
                 self.remember({"role": "assistant", "content": self.partial})
                 self.partial = ""
             if is_refused and self.session and self.untaken:
                 self.session.withdraw()
-            self.untaken.clear()
+            self.untaken = False
         yield from self.what_is_to_be_said()
 
     def remember(self, message):
         self.history.append(message)
-        self.untaken.append(message)
+        self.untaken = message["role"] == "user"
         self.record(without_thought(message))
-        if message["role"] != "user":
-            self.untaken.clear()
 
     def replace_history(self, history):
         self.history[:] = history
-        self.untaken.clear()
+        self.untaken = False
         self.measured = (0, 0)
         self.record({"history": [without_thought(message) for message in history]})
 
@@ -3367,9 +3371,9 @@ class Conversation:
                 yield from self.read(reply, body, self.protocol.tags(think))
                 return reply
             except MMError as error:
-                if error.kind == "not_found" and takes_first_model(self.backend):
-                    hint = unknown_model(self.backend, model_ids(*ask_models(self.backend)))
-                    error.message = f"{error.message} · {hint}" if hint else error.message
+                if error.kind == "not_found":
+                    hint = self.unlisted_model()
+                    error.message += f" · {hint}" if hint else ""
                 left_out = yield from self.leave_out(error, reply, make_body is not None)
                 if left_out:
                     continue
@@ -3422,11 +3426,16 @@ class Conversation:
             return (yield from self.compact())
         return False
 
+    def unlisted_model(self):
+        """unknown_model() by the list of a server of one's own, which is asked for it; else ""."""
+        if not takes_first_model(self.backend):
+            return ""
+        return unknown_model(self.backend, model_ids(*ask_models(self.backend)))
+
     def what_of_the_model(self, served):
         """A notice where a server has answered by another model than the one that was named."""
-        backend = self.backend
-        if takes_first_model(backend) and served and not same_model(served, backend.model):
-            message = unknown_model(backend, model_ids(*ask_models(backend)))
+        if served and not same_model(served, self.backend.model):
+            message = self.unlisted_model()
             if message:
                 yield notice(f"{message}: {served} has answered")
 
@@ -3469,7 +3478,7 @@ class Conversation:
                               settings["firstTokenTimeout"], waits_for_call)
         for event in read_reply(self.call, reply, tags):
             if event["type"] != "waiting":  # the server has taken it
-                self.untaken.clear()
+                self.untaken = False
             yield event
             yield from self.what_is_to_be_said()
             if self.ending == "wanted":  # Ctrl-C
@@ -3601,7 +3610,7 @@ class Conversation:
         session.
         """
         self.history.clear()
-        self.untaken.clear()
+        self.untaken = False
         self.measured = (0, 0)
         self.toolbox.always.clear()
         if self.session:
@@ -4304,7 +4313,7 @@ class Ndjson:
             self.flush()
 
     def note(self, text):
-        self.show({"type": "notice", "message": text})
+        self.show(notice(text))
 
     def figures(self, done):
         return figures(done)
@@ -4506,10 +4515,11 @@ class Repl:
         after mm.
         """
         self.conversation.window = self.conversation.window or told["window"]
+        unknown = unknown_model(self.conversation.backend, told["models"])
         if told["fault"]:
             self.say(f"mm: {told['fault'].message}")
-        elif unknown_model(self.conversation.backend, told["models"]):
-            self.say(f"mm: {unknown_model(self.conversation.backend, told['models'])} (/models)")
+        elif unknown:
+            self.say(f"mm: {unknown} (/models)")
         elif told["tools"] is False and self.conversation.toolbox.names:
             self.say(f"mm: {NO_TOOLS}")
 
@@ -4869,7 +4879,7 @@ def replay(path, settings):
             if not calls:
                 yield from verdict(reply)
         except MMError as error:
-            yield {"type": "error", "kind": error.kind, "message": error.message}
+            yield error_event(error)
     done = done_event("replay", replies[-1].model, None, replies, started=0.0)
     done["seconds"] = recorded_seconds(replies, *done["tokens"])
     yield done
@@ -5009,8 +5019,8 @@ def sampling_options(pairs):
 
 
 def tell(view, *notices):
-    for notice in notices:
-        view.show({"type": "notice", "message": notice})
+    for message in notices:
+        view.show(notice(message))
 
 
 # -- the question
@@ -5161,7 +5171,7 @@ def check(backend, settings, view):
     models = answer["models"] or []
     if models and not backend.model and takes_first_model(backend):
         model = models[0]
-    elif models and not any(same_model(name, model) for name in models):
+    elif backend.model and unknown_model(backend, models):
         model += " (not in the server's list)"
     key = backend.entry.get("apiKeyEnv") or "MM_API_KEY"
     tools = "the model's template takes them" if answer["tools"] else "not told"
@@ -5299,7 +5309,7 @@ def answered(argv, out, side):
         view.quiet, view.stats = args.quiet, args.stats
         return run(args, view)
     except MMError as error:
-        event = {"type": "error", "kind": error.kind, "message": error.message}
+        event = error_event(error)
         view.show(event)
         return exit_code(event, 1)
     finally:
