@@ -1542,32 +1542,51 @@ class StreamReader:
                 raise explain(0, choice["error"], backend, url)
         if is_error(name, chunk):
             raise explain(0, chunk, backend, url)
-        for choice in choices or [{}]:
+        for choice in choices:
             # all of an answer: of a server that does not stream, or once more behind its deltas
             if choice.get("message"):
                 self.is_complete = True
-                if self.has_deltas:
-                    choice = {**choice, "message": None}
-            for kind, value in read_chunk(chunk, choice):
-                value = self.accept(kind, value)
-                if value or kind == "progress":
+                if self.has_deltas and not choice.get("delta"):
+                    continue
+            for kind, value in read_choice(choice):
+                if kind in ("reasoning", "answer"):
+                    value = without_halves(value, kind, self.halves)
+                if value:
                     yield kind, value
             self.has_deltas = self.has_deltas or bool(choice.get("delta"))
+        yield from self.read_rest(chunk)
+        # last, as the watchdog waits but a moment for what comes after it
+        for choice in choices:
+            yield from self.read_finish(choice)
 
-    def accept(self, kind, value):
-        """The value of a delta, or None for one that says nothing new. Raises MMError."""
-        if kind in ("reasoning", "answer"):
-            return without_halves(value, kind, self.halves)
-        if kind in ("model", "id"):  # in every chunk, and always the same
-            if kind in self.told:
-                return None
-            self.told.add(kind)
-        if kind == "finish":
-            if re.search(GIVEN_UP, value):
-                raise MMError("server", "the server gave the answer up "
-                              f"(finish_reason {one_line(value, 60)})", "stream")
-            self.is_complete = True
-        return value
+    def read_rest(self, chunk):
+        """What a chunk tells beside its choices. null means absent, everywhere."""
+        progress = chunk.get("prompt_progress")
+        if isinstance(progress, dict):
+            processed, total = as_int(progress.get("processed")), as_int(progress.get("total"))
+            cached = as_int(progress.get("cache"))
+            yield "progress", (processed - cached, total - cached)
+        for key in ("model", "id"):  # in every chunk, and always the same
+            if key not in self.told and isinstance(chunk.get(key), str):
+                self.told.add(key)
+                yield key, chunk[key]
+        for key in ("usage", "timings"):
+            if isinstance(chunk.get(key), dict):
+                yield key, chunk[key]
+
+    def read_finish(self, choice):
+        """The end of a choice. Raises MMError for one that says that the server has failed."""
+        finish = choice.get("finish_reason")
+        # an empty one means that there is none, as some write it
+        if not isinstance(finish, str) or finish in ("", "null"):
+            return
+        if not is_first(choice) and finish != "tool_calls":
+            return
+        if re.search(GIVEN_UP, finish):
+            raise MMError("server", "the server gave the answer up "
+                          f"(finish_reason {one_line(finish, 60)})", "stream")
+        self.is_complete = True
+        yield "finish", finish
 
     def end(self):
         if not self.is_complete:
@@ -1582,7 +1601,7 @@ def json_values(data):
     gateways mean it. What is no JSON is given as its bytes.
     """
     text = b"\n".join(data).strip()
-    if END_MARKS.fullmatch(text):
+    if text[:1] != b"{" and END_MARKS.fullmatch(text):
         return [DONE]
     if not text or text[:1] == b":":
         return []  # a gateway has wrapped another server's comment
@@ -1640,36 +1659,21 @@ def is_error(name, value):
     return not succeeded and ("message" in value or "msg" in value)
 
 
-def read_chunk(chunk, choice):
-    """The deltas of one chat.completion(.chunk) or text_completion and one of its choices. null
-    means absent, everywhere.
-    """
-    progress = chunk.get("prompt_progress")
-    if isinstance(progress, dict):
-        processed, total = as_int(progress.get("processed")), as_int(progress.get("total"))
-        cached = as_int(progress.get("cache"))
-        yield "progress", (processed - cached, total - cached)
+def is_first(choice):
+    """With `n` above 1, the answer of none but the first choice is shown."""
+    return choice.get("index") in (None, 0, "0")
+
+
+def read_choice(choice):
+    """The deltas of a choice of a chat.completion(.chunk) or text_completion, but for its end."""
     delta = choice.get("delta") or choice.get("message") or choice
-    # with `n` above 1 the answer of none but the first is shown; calls can stand in a second one
-    index = choice.get("index")
-    is_first = index in (None, 0, "0")
-    if isinstance(delta, dict):
-        if is_first:
-            yield from read_delta(delta)
-        if delta.get("tool_calls") or delta.get("function_call"):
-            yield from read_calls(delta, "" if is_first else f"{index}:")
-    for key in ("model", "id"):
-        if isinstance(chunk.get(key), str):
-            yield key, chunk[key]
-    for key in ("usage", "timings"):
-        if isinstance(chunk.get(key), dict):
-            yield key, chunk[key]
-    # last, as the watchdog waits but a moment for what comes after it
-    finish = choice.get("finish_reason")
-    if finish in ("", "null"):  # absent, as some write it
-        finish = None
-    if isinstance(finish, str) and (is_first or finish == "tool_calls"):
-        yield "finish", finish
+    if not isinstance(delta, dict):
+        return
+    if is_first(choice):
+        yield from read_delta(delta)
+    if delta.get("tool_calls") or delta.get("function_call"):
+        # calls can stand in a second choice
+        yield from read_calls(delta, "" if is_first(choice) else f"{choice['index']}:")
 
 
 def read_delta(delta):
@@ -3082,7 +3086,8 @@ class Reply:
 
     def __init__(self, timeline=None, keep=False):
         self.timeline = timeline or Timeline()
-        self.answer, self.thought, self.keep = io.StringIO(), io.StringIO(), keep
+        self.answer, self.thought = io.StringIO(), io.StringIO()
+        self.keep, self.kept = keep, 0  # kept: characters
         self.calls = Calls()
         self.finish, self.usage, self.timings = None, None, None
         self.model, self.id = "", ""  # as the server calls them
@@ -3120,7 +3125,10 @@ class Reply:
             self.answer.write(text)
         elif self.keep:
             self.thought.write(text)
-        if self.answer.tell() + self.thought.tell() > MAX_LINE:
+        else:
+            return
+        self.kept += len(text)
+        if self.kept > MAX_LINE:
             raise MMError("protocol", f"the answer passed {MAX_LINE >> 20} Mi characters")
 
     def add_extra(self, fields):
@@ -3477,7 +3485,7 @@ class Conversation:
         self.call = ModelCall(open_stream, settings["watchdogTimeout"],
                               settings["firstTokenTimeout"], waits_for_call)
         for event in read_reply(self.call, reply, tags):
-            if event["type"] != "waiting":  # the server has taken it
+            if self.untaken and event["type"] != "waiting":  # the server has taken it
                 self.untaken = False
             yield event
             yield from self.what_is_to_be_said()
