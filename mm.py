@@ -495,7 +495,8 @@ HINTS = (
      "server", "start llama-server with --jinja", "tools"),
     ((), r"enable-auto-tool-choice",
      "server", "start vLLM with the options that it names", "tools"),
-    ((), r"does not support tools", "server", "", "tools"),
+    ((), r"(?i)(not support|unsupported|unrecognized).{0,60}\btools\b|support tool use"
+         r"|\btools\b.{0,30}not (supported|permitted)", "server", "", "tools"),
     ((), r"(?i)loading model|model is loading", "server", "", "loading"),
     ((401, 403), r"", "auth", "{key}", ""),
     ((), r"(?i)(model|backend)\b.{0,200}(not found|not exist|not a valid|unknown|not loaded)"
@@ -600,8 +601,8 @@ def number_in(text, key):
 
 def find_hint(status, message, text):
     """(kind, what to do, what may be tried) of the first row of HINTS that fits an error."""
-    code = re.search(r'"code"\s*:\s*"(\w{1,60})"', text)  # OpenAI's says more than its sentence
-    words = f"{message} {code.group(1)}" if code else message
+    codes = re.findall(r'"(?:code|type)"\s*:\s*"(\w{1,60})"', text)  # OpenAI's say more
+    words = " ".join([message, *codes])
     for statuses, pattern, *hint in HINTS:
         if (status in statuses or not statuses) and re.search(pattern, words):
             return hint
@@ -636,7 +637,7 @@ EXCEPTIONS = (
     ("ProxyError|InvalidProxyURL|InvalidSchema", "unreachable",
      "the proxy {proxy} (from the environment) did not connect: {reason}; "
      "set NO_PROXY={host} to go round it", ""),
-    ("SSLError.*(WRONG_VERSION|RECORD_LAYER|timed out)", "unreachable",
+    ("handshake.*timed out|SSLError.*(WRONG_VERSION|RECORD_LAYER|timed out)", "unreachable",
      "no TLS connection to {host}: {reason}: is it plain http? Then the URL begins with http://",
      ""),
     ("SSLError", "unreachable",
@@ -990,7 +991,7 @@ def first_good(asked, accept):
 
     threads = [threading.Thread(target=ask, args=(index,), daemon=True)
                for index in range(len(asked))]
-    deadline = time.monotonic() + PROBE_SECONDS
+    deadline = time.monotonic() + PROBE_SECONDS + 0.5  # so that a fetch can say why it failed
     for thread in threads:
         thread.start()
     found = None
@@ -1483,6 +1484,7 @@ def events(rows):
 
 DONE = object()  # stands for [DONE], or what other servers write for it, among an event's values
 END_MARKS = re.compile(rb'(?i)"?(\[(done|end)\]|done|end)"?')
+SUCCESS = re.compile(r"(?i)(none|null|false|\[\]|ok|success|0+|200+)?")
 # finish_reasons by which a server says that it has failed (vLLM, Z.ai, DeepSeek, …)
 GIVEN_UP = (r"(?i)error|abort|fail|insufficient|unavailable|overload|time.?out|cancel"
             r"|network|lost|exception|interrupt|terminated|preempt")
@@ -1531,6 +1533,7 @@ class StreamReader:
         self.is_empty, self.is_complete = True, False
         self.has_deltas = False
         self.halves, self.told = {}, set()
+        self.with_calls = []  # indexes of further choices that hold a call: their end counts, too
 
     def read(self, name, chunk, backend, url):
         """The deltas of a chunk. Raises MMError for one that is an error."""
@@ -1538,11 +1541,14 @@ class StreamReader:
         choices = choices if isinstance(choices, list) else []
         choices = [choice for choice in choices if isinstance(choice, dict)]
         for choice in choices:
-            if choice.get("error"):
+            if choice.get("error") and is_failure(choice["error"]):
                 raise explain(0, choice["error"], backend, url)
         if is_error(name, chunk):
             raise explain(0, chunk, backend, url)
         for choice in choices:
+            # before its text: text behind a finish_reason tells the watchdog that more may come
+            if is_first(choice):
+                yield from self.read_finish(choice)
             # all of an answer: of a server that does not stream, or once more behind its deltas
             if choice.get("message"):
                 self.is_complete = True
@@ -1551,13 +1557,14 @@ class StreamReader:
             for kind, value in read_choice(choice):
                 if kind in ("reasoning", "answer"):
                     value = without_halves(value, kind, self.halves)
+                elif kind == "call" and not is_first(choice):
+                    self.with_calls.append(choice["index"])
                 if value:
                     yield kind, value
             self.has_deltas = self.has_deltas or bool(choice.get("delta"))
+            if choice.get("index") in self.with_calls:
+                yield from self.read_finish(choice)
         yield from self.read_rest(chunk)
-        # last, as the watchdog waits but a moment for what comes after it
-        for choice in choices:
-            yield from self.read_finish(choice)
 
     def read_rest(self, chunk):
         """What a chunk tells beside its choices. null means absent, everywhere."""
@@ -1579,8 +1586,6 @@ class StreamReader:
         finish = choice.get("finish_reason")
         # an empty one means that there is none, as some write it
         if not isinstance(finish, str) or finish in ("", "null"):
-            return
-        if not is_first(choice) and finish != "tool_calls":
             return
         if re.search(GIVEN_UP, finish):
             raise MMError("server", "the server gave the answer up "
@@ -1644,19 +1649,25 @@ def is_error(name, value):
     """Whether a JSON value is an error, in any of the forms that llama.cpp, vLLM, LM Studio,
     SGLang, MiniMax (base_resp) and gateways give it.
     """
-    error, base = value.get("error"), value.get("base_resp")
-    if isinstance(error, dict):  # some send one of empty fields in each chunk
-        error = any(error.values())
-    if name == "error" or error or "error" in (value.get("type"), value.get("object")):
+    base = value.get("base_resp")
+    if name == "error" or "error" in (value.get("type"), value.get("object")):
         return True
-    if isinstance(base, dict) and base.get("status_code"):
+    if is_failure(value.get("error")):
         return True
-    if value.get("choices"):
+    if isinstance(base, dict) and is_failure(base.get("status_code")):
+        return True
+    if value.get("choices") or value.get("success") is True:
         return False
-    if value.get("success") is False or "detail" in value:
+    if value.get("success") is False or value.get("detail"):
         return True
-    succeeded = value.get("code") in (None, "", 0, 200, "0", "200", "success", "Success")
-    return not succeeded and ("message" in value or "msg" in value)
+    return is_failure(value.get("code")) and ("message" in value or "msg" in value)
+
+
+def is_failure(value):
+    """Whether an error or a code says more than that all is well, as some say in each chunk."""
+    if isinstance(value, dict):
+        return any(map(is_failure, value.values()))
+    return value is not None and not SUCCESS.fullmatch(str(value))
 
 
 def is_first(choice):
@@ -1942,7 +1953,6 @@ class ModelCall:
     def __iter__(self):
         threading.Thread(target=self.read, daemon=True).start()
         phase, has_answer, has_finished = "first", False, False
-        says_it_always = False  # a finish_reason in each chunk, so that none means the end
         # Seconds waited here since the last sign of life: not those in which mm was stopped, or its
         # output stuck. A delta that is no sign of life does not reset it, so a server that sends
         # nothing else reaches the limit all the same.
@@ -1973,14 +1983,13 @@ class ModelCall:
                         raise value
                     return
                 if kind in TOKENS:
-                    says_it_always = says_it_always or has_finished
                     has_answer = has_answer or kind != "reasoning"
                     silent, phase = 0.0, "next"
                 elif kind == "progress":
                     silent = 0.0
                 elif kind == "finish":
                     silent, has_finished = 0.0, True
-                    if has_answer and not says_it_always:
+                    if has_answer:  # else one in the first chunk, or in each
                         phase = "last"
                 yield kind, value
                 if self.box.empty():
@@ -2323,7 +2332,7 @@ def split_thinking(incoming, tags):
                 continue
             if kind == "reasoning":  # the server parts it itself
                 tags.opened = False
-            elif kind in ("call", "finish"):
+            elif kind == "call":
                 yield from tags.end()
             yield kind, value
     except MMError:
@@ -2346,12 +2355,11 @@ def retry_after(headers):
     Retry-After is in seconds or a date (RFC 9110, 10.2.3), and some write fractions; OpenAI and
     Azure send retry-after-ms beside it.
     """
-    exact, value = headers.get("retry-after-ms", ""), headers.get("Retry-After", "")
+    for name, unit in (("retry-after-ms", 0.001), ("Retry-After", 1.0)):
+        value = headers.get(name, "").strip()
+        if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", value):
+            return float(value) * unit
     try:
-        if re.fullmatch(r"[\d.]{1,12}", exact.strip()):
-            return float(exact) / 1000
-        if re.fullmatch(r"[\d.]{1,12}", value.strip()):
-            return float(value)
         from email.utils import parsedate_to_datetime
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
@@ -3241,6 +3249,7 @@ class Conversation:
         self.started = time.monotonic()
         self.replies = []
         self.partial = ""  # the answer so far of the call that runs
+        self.withdrawn = ""  # the question, if it was refused: no history keeps it
         self.can_sum_up = self.settings["compactAt"] > 0  # until a summary of this turn fails
         self.stopped = self.toolbox.stopped = False
 
@@ -3272,8 +3281,10 @@ class Conversation:
             if self.partial:
                 self.remember({"role": "assistant", "content": self.partial})
                 self.partial = ""
-            if is_refused and self.session and self.untaken:
-                self.session.withdraw()
+            if is_refused and self.untaken:
+                self.withdrawn = self.history.pop()["content"]
+                if self.session:
+                    self.session.withdraw()
             self.untaken = False
         yield from self.what_is_to_be_said()
 
@@ -4735,6 +4746,8 @@ class Repl:
 
     def do_retry(self, rest):
         """ask the last question again"""
+        if self.conversation.withdrawn:
+            return self.ask(self.conversation.withdrawn)
         places = [place for place, message in enumerate(self.conversation.history)
                   if message["role"] == "user" and not message["content"].startswith(SUMMED_UP)]
         if not places:

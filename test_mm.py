@@ -1111,6 +1111,15 @@ def test_an_end_that_says_the_server_failed_is_asked_again_and_its_call_is_not_r
     assert kinds(events) == ["retry", "answer", "done"] and len(server.posts) == 2 and reason in events[0]["reason"]
 
 
+@pytest.mark.parametrize("reason, kind", [("network_error", "server"), ("length", "empty")])
+def test_the_end_of_a_second_choice_counts_where_it_holds_a_call(serve, box, reason, kind):
+    fragment = {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "list_files", "arguments": "{}"}}]}
+    first = {"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}
+    second = sse({"choices": [first, {"index": 1, "delta": fragment}]}, {"choices": [{"index": 1, "delta": {}, "finish_reason": reason}]})
+    events = ask(agent(serve(stream(second)), box("y"), retries=0))
+    assert "tool_call" not in kinds(events) and kind in [event.get("kind") for event in events]
+
+
 @pytest.mark.parametrize("reason", ["", "null"])
 def test_an_end_that_says_nothing_is_none_and_no_call_of_it_runs(serve, box, reason):
     whole_call = {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "list_files", "arguments": "{}"}}]}
@@ -1145,11 +1154,11 @@ def test_a_filter_that_lets_nothing_through_is_named(serve, reason):
 @pytest.mark.parametrize("steps", [
     [chunk("o", finish="stop"), 0.3, chunk("k", finish="stop"), DONE], [chunk("", finish="stop"), 0.3, chunk("o"), chunk("k") + STOP + DONE],
     [chunk(reasoning="hm", finish="stop"), 0.3, chunk("o", finish="stop"), 0.6, chunk("k", finish="stop") + DONE],
-    [chunk("o") + STOP, 0.1, chunk("k") + DONE], [chunk("ok") + STOP, "reset"], [chunk("ok") + STOP + sse(b"noise \xf0\x9f") + b"data: {\n\n"],
+    [chunk("o") + STOP, 0.1, chunk("k") + DONE], [chunk("o", finish="stop"), 0.8, chunk("k", finish="stop") + DONE], [chunk("ok") + STOP, "reset"], [chunk("ok") + STOP + sse(b"noise \xf0\x9f") + b"data: {\n\n"],
     *[[chunk("ok") + STOP + sse(mark), "hang"] for mark in (b"DONE", b"[done]", b"[END]", b'"[DONE]"')],
     [sse(b"one moment") + OK], [b"data: {\"half\": \n\n" + OK],
     [chunk("ok") + sse({"choices": [{"index": 0, "delta": {}, "message": {"content": "ok"}, "finish_reason": "stop"}]})],
-], ids=range(13))
+], ids=range(14))
 def test_a_whole_answer_is_whole_whatever_stands_around_its_end(serve, monkeypatch, steps):
     monkeypatch.setattr(mm, "GRACE_SECONDS", 0.5)
     events = ask(talk(serve(stream(*steps)), watchdogTimeout=5.0, retries=0))
@@ -1181,7 +1190,10 @@ def test_a_choice_is_found_by_its_index():
 @pytest.mark.parametrize("body, message", [
     ({"base_resp": {"status_code": 1004, "status_msg": "login fail"}}, "login fail"), ({"code": 40301, "msg": "no quota", "success": False}, "no quota"),
     ({"base_resp": {"status_code": 0, "status_msg": ""}}, None), ({"code": 0, "message": "Success"}, None),
-    ({"error": {"message": "", "code": None}}, None),
+    ({"error": {"message": "", "code": None}}, None), ({"error": {"code": "0", "message": "success"}}, None), ({"code": "00000", "msg": "OK"}, None),
+    ({"code": 20000, "msg": "fine", "success": True}, None), ({"detail": None}, None), ({"base_resp": {"status_code": "0"}}, None),
+    ({"choices": [{"delta": {"content": "ok"}, "error": {"code": "", "message": ""}, "finish_reason": "stop"}]}, None),
+    ({"detail": "no such thing"}, "no such thing"), ({"error": {"code": 7, "message": "success"}}, "success"),
 ])
 def test_an_error_beside_a_200_is_told_from_a_success(body, message):
     good = {"choices": [{"index": 0, "delta": {"content": "ok"}, "finish_reason": "stop"}]}
@@ -3832,6 +3844,37 @@ def test_retry_asks_the_last_question_again_and_the_session_holds_it_once(serve,
     assert mm.load_session(path)[1] == [user("one"), assistant("ok"), user("two"), assistant("better")]
 
 
+def test_a_question_that_was_refused_is_gone_and_can_be_asked_again(serve, run_mm, folder):
+    refused = reply(400, {"error": {"message": "no such luck"}})
+    server = serve(refused, stream(OK), refused, stream(OK))
+    run_mm(*at(server), "-i", stdin="bad\ngood\nworse\n/retry\n")
+    asked = [[message["content"] for message in post.body["messages"]] for post in server.posts]
+    assert asked == [["bad"], ["good"], ["good", "ok", "worse"], ["good", "ok", "worse"]]
+    path, = folder.glob("*")
+    assert mm.load_session(path)[1] == [user("good"), assistant("ok"), user("worse"), assistant("ok")]
+
+
+@pytest.fixture
+def silent_url():
+    """The https URL of what takes connections and never says a word."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        yield f"https://127.0.0.1:{silent.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("options", [["hi"], ["--models"], ["--check"]])
+def test_a_server_that_is_silent_at_a_tls_greeting_may_speak_plain_http(run_mm, silent_url, options):
+    result = run_mm("--url", silent_url, *options)
+    assert result.code in (1, 2) and "http://" in result.out + result.err
+
+
+def test_a_tls_greeting_without_answer_is_not_asked_again(monkeypatch, silent_url):
+    monkeypatch.setattr(mm, "CONNECT_SECONDS", 0.3)
+    events = ask(mm.Conversation(backend_of(url=silent_url), settings_of()))
+    assert kinds(events) == ["error", "done"] and "http://" in error(events)[1]
+
+
 def test_clear_begins_another_session_and_the_old_one_stays(serve, run_mm, folder):
     server = serve(stream(OK))
     run_mm(*at(server), "-i", stdin="one\n/clear\ntwo\n/sessions\n")
@@ -3971,6 +4014,7 @@ def test_a_replay_is_paced_on_a_terminal_alone(run_mm, terminal, tmp_path):
 
 @pytest.mark.parametrize("headers, body, wait", [
     ({"Retry_After": "0"}, {}, 0), ({"Retry_After": "0.2"}, {}, 0.2), ({"retry_after_ms": "200", "Retry_After": "9"}, {}, 0.2),
+    ({"retry_after_ms": "1.2.3", "Retry_After": "0.2"}, {}, 0.2),
     ({"Retry_After": "Wed, 21 Oct 2015 07:28:00 GMT"}, {}, 0), ({}, {"details": [{"retryDelay": "0.2s"}]}, 0.2),
 ])
 def test_a_busy_server_says_how_long_in_many_ways(serve, headers, body, wait):
@@ -3982,6 +4026,7 @@ def test_a_busy_server_says_how_long_in_many_ways(serve, headers, body, wait):
 
 @pytest.mark.parametrize("headers, error_body, tokens", [
     ({}, {"message": "You exceeded your quota", "code": "insufficient_quota"}, ["credit", "billing"]),
+    ({}, {"message": "You exceeded your quota", "type": "insufficient_quota", "code": None}, ["credit", "billing"]),
     ({"Retry_After": "300"}, {"message": "slow down"}, ["5 minutes"]),
 ])
 def test_a_wait_that_is_too_long_or_in_vain_is_told_and_not_taken(serve, headers, error_body, tokens):
@@ -4018,8 +4063,12 @@ def test_the_silence_while_a_call_is_written_is_bounded_by_the_first_tokens_limi
     assert bool(error(ask(conversation))) == stalls
 
 
-def test_a_server_that_refuses_tools_is_asked_without_them(serve, box):
-    server = serve(reply(500, {"error": {"message": "tools param requires --jinja flag"}}), stream(OK))
+@pytest.mark.parametrize("status, words", [
+    (500, "tools param requires --jinja flag"), (400, "Unrecognized request argument supplied: tools"),
+    (400, "tools is not supported by this model"), (404, "No endpoints found that support tool use."), (400, "m does not support tools"),
+])
+def test_a_server_that_refuses_tools_is_asked_without_them(serve, box, status, words):
+    server = serve(reply(status, {"error": {"message": words}}), stream(OK))
     events = ask(agent(server, box("y")))
     assert text(events) == "ok" and "tools" not in server.arrived(2).body
     assert ["without tools" in event["message"] for event in events if event["type"] == "notice"] == [True]
