@@ -174,6 +174,16 @@ def as_int(value):
     return int(value) if is_number and 0 < value < 1 << 53 else 0
 
 
+def as_dict(value):
+    """A dict as it is; {} for anything else: null means absent, everywhere."""
+    return value if isinstance(value, dict) else {}
+
+
+def dicts_in(value):
+    """The dicts in a list; [] for anything else."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def on_signal(number, handler):
     """signal.signal(), but what a parent has ignored stays so (nohup, a shell's job in the
     background). Gives the handler before.
@@ -1537,9 +1547,7 @@ class StreamReader:
 
     def read(self, name, chunk, backend, url):
         """The deltas of a chunk. Raises MMError for one that is an error."""
-        choices = chunk.get("choices")
-        choices = choices if isinstance(choices, list) else []
-        choices = [choice for choice in choices if isinstance(choice, dict)]
+        choices = dicts_in(chunk.get("choices"))
         for choice in choices:
             if choice.get("error") and is_failure(choice["error"]):
                 raise explain(0, choice["error"], backend, url)
@@ -1567,18 +1575,18 @@ class StreamReader:
         yield from self.read_rest(chunk)
 
     def read_rest(self, chunk):
-        """What a chunk tells beside its choices. null means absent, everywhere."""
-        progress = chunk.get("prompt_progress")
-        if isinstance(progress, dict):
-            processed, total = as_int(progress.get("processed")), as_int(progress.get("total"))
+        """What a chunk tells beside its choices."""
+        progress = as_dict(chunk.get("prompt_progress"))
+        if progress:
             cached = as_int(progress.get("cache"))
+            processed, total = as_int(progress.get("processed")), as_int(progress.get("total"))
             yield "progress", (processed - cached, total - cached)
         for key in ("model", "id"):  # in every chunk, and always the same
             if key not in self.told and isinstance(chunk.get(key), str):
                 self.told.add(key)
                 yield key, chunk[key]
         for key in ("usage", "timings"):
-            if isinstance(chunk.get(key), dict):
+            if as_dict(chunk.get(key)):
                 yield key, chunk[key]
 
     def read_finish(self, choice):
@@ -1649,12 +1657,10 @@ def is_error(name, value):
     """Whether a JSON value is an error, in any of the forms that llama.cpp, vLLM, LM Studio,
     SGLang, MiniMax (base_resp) and gateways give it.
     """
-    base = value.get("base_resp")
     if name == "error" or "error" in (value.get("type"), value.get("object")):
         return True
-    if is_failure(value.get("error")):
-        return True
-    if isinstance(base, dict) and is_failure(base.get("status_code")):
+    base = as_dict(value.get("base_resp"))
+    if is_failure(value.get("error")) or is_failure(base.get("status_code")):
         return True
     if value.get("choices") or value.get("success") is True:
         return False
@@ -1712,11 +1718,10 @@ OTHER_KEYS = {"reasoning_details", "extra_content", "image", "images", "audio", 
 
 def read_others(delta, content):
     """What a delta holds beside text and calls: fields that only its server knows, and media."""
-    parts = content if isinstance(content, list) else []
-    kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
     extra = {key: delta[key] for key in ("reasoning_details", "extra_content") if delta.get(key)}
     if extra:
         yield "extra", extra
+    kinds = [str(part.get("type")) for part in dicts_in(content)]
     for kind in ("image", "audio"):
         if delta.get(kind) or delta.get(f"{kind}s") or any(kind in name for name in kinds):
             yield "media", kind
@@ -1726,26 +1731,23 @@ def read_calls(delta, choice=""):
     """The fragments of tool calls in a delta. choice: what tells their indexes from those of the
     first choice.
     """
-    calls = delta.get("tool_calls")
-    calls = calls if isinstance(calls, list) else []
-    if isinstance(delta.get("function_call"), dict):  # the form before there were several
-        calls = [*calls, {"function": delta["function_call"]}]
+    calls = dicts_in(delta.get("tool_calls"))
+    if delta.get("function_call"):  # the form before there were several
+        calls.append({"function": delta["function_call"]})
     for call in calls:
-        if not isinstance(call, dict):
-            continue
-        function = call.get("function") if isinstance(call.get("function"), dict) else {}
-        arguments = function.get("arguments")
-        if not isinstance(arguments, (str, type(None))):
-            arguments = json.dumps(arguments)
+        function = as_dict(call.get("function"))
         index, call_id, name = call.get("index"), call.get("id"), function.get("name")
+        arguments = function.get("arguments") or ""
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments)
         fragment = {"index": f"{choice}{index}" if isinstance(index, int) else None,
                     "id": call_id if isinstance(call_id, str) else "",
                     "name": name if isinstance(name, str) else "",
-                    "arguments": arguments or "",
+                    "arguments": arguments,
                     "extra": {key: value for key, value in call.items()
                               if key not in ("index", "id", "type", "function") and value}}
         # else it is no call, and no sign of life
-        if fragment["id"] or fragment["name"] or fragment["arguments"]:
+        if fragment["id"] or fragment["name"] or arguments:
             yield "call", fragment
 
 
@@ -1796,14 +1798,14 @@ class Calls:
     def add(self, fragment):
         call = self.continued(fragment)
         if call is None:
-            call = {"id": fragment["id"], "name": fragment["name"], "arguments": [], "extra": {}}
+            call = {"id": "", "name": "", "arguments": [], "extra": {}}
             self.calls.append(call)
             self.size += CALL_BYTES
         if fragment["index"] is not None:
             self.by_index[fragment["index"]] = call
         call["id"] = call["id"] or fragment["id"]
         call["name"] = call["name"] or fragment["name"]
-        call["extra"].update(fragment.get("extra", {}))
+        call["extra"].update(fragment["extra"])
         if fragment["arguments"]:
             call["arguments"].append(fragment["arguments"])
             self.size += len(fragment["arguments"])
@@ -1812,26 +1814,27 @@ class Calls:
 
     def continued(self, fragment):
         """The open call that a fragment belongs to, or None if it begins one."""
-        index, its_id, name = fragment["index"], fragment["id"], fragment["name"]
+        index, call_id, name = fragment["index"], fragment["id"], fragment["name"]
         call = self.by_index.get(index) or (self.calls[-1] if self.calls else None)
-        if index is None and its_id:
-            call = next((c for c in self.calls if c["id"] == its_id), call)
+        if index is None and call_id:
+            call = next((each for each in self.calls if each["id"] == call_id), call)
         # arguments alone: the usual fragment; the index of some counts up within a call
-        if call is None or not (its_id or name):
+        if call is None or not (call_id or name):
             return call
-        known_place = index is None or index in self.by_index  # else an index that is new
-        # what cannot begin a JSON object goes on with one
-        begins = fragment["arguments"].lstrip()[:1] in ("", "{", '"')
-        is_complete = begins and self.is_complete(call)
-        if its_id and call["id"]:
-            if its_id != call["id"]:  # another call, also where all have index 0
-                return None
-            # the id repeated: in each fragment, or for each call
-            return call if known_place or not is_complete else None
-        # no ids: the name tells where a call begins
-        if name and call["name"] and (name != call["name"] or is_complete):
+        is_new_index = index is not None and index not in self.by_index
+        has_id = call_id and call["id"]
+        if has_id and call_id != call["id"]:  # another call, also where all have index 0
             return None
-        return call if known_place or not call["name"] else None  # an id that comes late, or a name
+        # without ids, the name tells where a call begins
+        if not has_id and name and call["name"] and name != call["name"]:
+            return None
+        # the same id or name once more: in each fragment of a call, or for each call
+        begins = fragment["arguments"].lstrip()[:1] in ("", "{", '"')  # of a JSON object
+        is_repeated = is_new_index if has_id else name and call["name"]
+        if is_repeated and begins and self.is_complete(call):
+            return None
+        # else an id or a name that comes late
+        return None if is_new_index and not has_id and call["name"] else call
 
     @staticmethod
     def is_complete(call):
@@ -1844,41 +1847,34 @@ class Calls:
 
     def finished(self):
         """[{"id", "name", "arguments" (a dict, or None if they are no complete JSON object),
-        "raw"}, …], ids unique.
+        "raw", "extra"}, …], ids unique.
         """
-        done, ids = [], set()
-        for place, call in enumerate(self.calls):
-            raw = "".join(call["arguments"])
-            # nine characters: Mistral insists
-            made = (f"call{number:05d}" for number in range(place, 1 << 20))
-            its_id = call["id"] if call["id"] and call["id"] not in ids else next(name for name in made if name not in ids)
-            ids.add(its_id)
-            done.append(
-                {
-                    "id": clean(its_id),
-                    "name": clean(call["name"]),
-                    "arguments": parse_arguments(raw),
-                    "raw": clean(raw),
-                    "extra": call["extra"],
-                }
-            )
-        return done
+        done = {}
+        for number, call in enumerate(self.calls):
+            raw = clean("".join(call["arguments"]))
+            call_id = clean(call["id"])
+            while not call_id or call_id in done:
+                call_id = f"call{number:05d}"  # nine characters: Mistral insists
+                number += 1
+            done[call_id] = {"id": call_id, "name": clean(call["name"]), "raw": raw,
+                             "arguments": parse_arguments(raw), "extra": call["extra"]}
+        return list(done.values())
 
 
 def parse_arguments(raw):
     """A call's arguments as a dict; {} for none at all; None if they are not one complete JSON
     object.
     """
-    if not raw.strip():
-        return {}
     try:
-        value = read_json(raw)
+        value = read_json(raw) if raw.strip() else {}
         if isinstance(value, str):  # encoded twice
             value = read_json(value)
         value = cleaned(value)  # what is too deep to be sent back is no call
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else {} if value is None else None
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else None
 
 
 # ==================================================================================================

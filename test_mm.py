@@ -1371,7 +1371,7 @@ def test_a_tool_call_is_put_together_from(body, calls):
 def test_every_tool_call_gets_an_id_of_its_own(ids):
     calls = mm.Calls()
     for place, its_id in enumerate(ids):
-        calls.add({"index": place, "id": its_id or "", "name": "now", "arguments": "{}"})
+        calls.add({"index": place, "id": its_id or "", "name": "now", "arguments": "{}", "extra": {}})
     made = [call["id"] for call in calls.finished()]
     assert len(set(made)) == 2 and all(made)
 
@@ -1410,7 +1410,7 @@ def test_arguments_are_not_parsed_for_every_fragment_that_repeats_the_name(monke
     monkeypatch.setattr(mm, "parse_arguments", lambda raw: parsed.append(raw) or parse(raw))
     calls = mm.Calls()
     for part in ['{"a": "', *['}'] * 500, *["x"] * 500, '"}']:
-        calls.add({"index": 0, "id": "", "name": "f", "arguments": part})
+        calls.add({"index": 0, "id": "", "name": "f", "arguments": part, "extra": {}})
     assert [call["arguments"] for call in calls.finished()] == [{"a": "}" * 500 + "x" * 500}] and len(parsed) < 10
 
 
