@@ -4360,7 +4360,7 @@ def test_the_docstring_lists_the_sections_that_there_are():
 QUESTION = "the question of the matrix"
 BEGUN = sse({"prompt_progress": {"total": 9, "cache": 0, "processed": 3}, "choices": []})
 LOOKED_UP = call(index=0, id="a", name="hold", arguments='{"how": "short"}') + chunk(finish="tool_calls") + DONE
-MUCH = "w " * 1950  # more than the disk that fills can hold, and no more than a summary may be
+MUCH = "w " * 1950  # more than the disk that fills can hold; a summary may be half as long
 POINTS = {  # where a fault strikes: what the server has said by then
     "connecting": [],
     "before the headers": [],
@@ -4412,6 +4412,8 @@ class Faulty(Server):
         if self.point == "between two calls" and messages[-1]["role"] != "tool":
             return stream(LOOKED_UP.replace(b"short", b"much") if self.fault == "a disk that fills" else LOOKED_UP)
         steps, then = POINTS[self.point], FAULTS[self.fault][1]
+        if summing and self.fault == "a disk that fills":
+            then = [chunk(MUCH[:1900]) + OK]
         if self.point == "in a tool" or self.point == "saving" and then == ["hang"]:
             then = [OK]
         if not steps and then in ([OK], [chunk(MUCH) + OK]):
