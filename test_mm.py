@@ -4512,6 +4512,11 @@ def codes_of(fault, point, view):
     return codes | ({0} if point == "saving" else set())  # a signal may come when all is done
 
 
+def is_taken(fault, point):
+    """Whether the server took the question; one that it refused is not kept."""
+    return fault != "refused" and not (fault in ("garbage", "a 500") and point == "before the headers")
+
+
 def in_terminal(terminal, args, view, fault, point, server, tmp_path):
     screen = terminal(*args, *([] if view == "repl" else [QUESTION]), prelude=LIMITS.get(fault, ""))
     if view == "repl":
@@ -4532,7 +4537,8 @@ def in_terminal(terminal, args, view, fault, point, server, tmp_path):
             screen.expect("ok")
             screen.prompt()
             strict(server.posts[-1])
-            assert point == "summing up" or QUESTION in json.dumps(server.posts[-1].body)  # else it is summed up by now
+            if point != "summing up":  # else it is summed up by now
+                assert (QUESTION in json.dumps(server.posts[-1].body)) == is_taken(fault, point)
         screen.send("\x04")
     code = screen.code()
     assert "Traceback" not in screen.shown
@@ -4575,9 +4581,9 @@ def test_whatever_breaks_wherever_nothing_is_lost(start_mm, terminal, tmp_path, 
             assert kinds_told == ([expected] if expected else [])
         folder = tmp_path / ".local/state/mm/sessions"
         files = list(folder.iterdir()) if folder.exists() else []
-        is_taken = fault != "refused" and not (fault in ("garbage", "a 500") and point == "before the headers")
-        assert any(QUESTION in path.read_text() for path in files) == (is_taken and fault != "a full disk")
-        if not is_taken and not files:
+        is_kept = is_taken(fault, point)
+        assert any(QUESTION in path.read_text() for path in files) == (is_kept and fault != "a full disk")
+        if not is_kept and not files:
             return
         history = kept(tmp_path)
         if fault in LIMITS:
