@@ -2691,8 +2691,8 @@ BUILT_IN = {
         path="the file", content="its whole new content"),
     "run_command": {
         **text_tool(
-            "Run a shell command line in the working directory; gives its output and exit status. "
-            "It gets no input.", ["command"],
+            "Run a shell command line in the working directory; gives its output and exit status "
+            "(negative: the signal that ended it). It gets no input.", ["command"],
             command="the command line"),
         "command": ["/bin/sh", "-c", "{command}"],
     },
@@ -2871,7 +2871,7 @@ class Toolbox:
         text = output.decode("utf-8", "replace").replace("\0", "\ufffd").rstrip("\n")
         ending = reason or f"exit status {process.returncode}"
         result = f"{text}\n[{ending}]".lstrip("\n")
-        if reason:
+        if reason or process.returncode < 0:  # negative: a signal ended it
             raise ToolError(result)
         return result
 

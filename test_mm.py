@@ -2182,15 +2182,21 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(box, tree):
 
 @pytest.mark.parametrize("line, tokens", [
     ("echo out; echo err >&2; exit 3", ["out\nerr\n", "exit status 3"]), ("cat; echo read nothing", ["read nothing", "status 0"]),
-    ("read x || echo no input", ["no input"]), ("pwd -P", ["/in\n"]), ("kill -9 $$", ["9"]), ("printf 'a\\000b'", ["a\ufffdb"]),
+    ("read x || echo no input", ["no input"]), ("pwd -P", ["/in\n"]), ("printf 'a\\000b'", ["a\ufffdb"]),
     ("printf '\\377ok'", ["\ufffdok"]), ("exec >&- 2>&-; sleep 0.1; exit 4", ["exit status 4"]), ("sleep 3 & echo started", ["started", "exit status 0"]),
     ("(n=0; while [ $n -lt 200 ]; do echo y; sleep 0.02; n=$((n+1)); done) & echo started", ["started", "exit status 0"]),
-    ("true", ["exit status 0"]), ("no-such-program", ["not found", "exit status 127"]), ("test -t 0 || test -t 1 || tty", ["not a tty"]),
+    ("true", ["exit status 0"]), ("exit 137", ["exit status 137"]), ("no-such-program", ["not found", "exit status 127"]), ("test -t 0 || test -t 1 || tty", ["not a tty"]),
 ])
 def test_a_command_gives_its_output_and_exit_status_and_gets_no_input(box, line, tokens):
     started = time.monotonic()
     ok, output = use(box("y"), "run_command", command=line)
     assert ok and all(token in output for token in tokens) and time.monotonic() - started < 2, output
+
+
+@pytest.mark.parametrize("line, status", [("echo x; kill -9 $$", -9), ("echo x; kill -TERM $$", -15), ("echo x; exec python3 -c 'import os; os.abort()'", -6)])
+def test_a_command_that_a_signal_ended_has_failed(box, line, status):
+    ok, output = use(box("y"), "run_command", command=line)
+    assert not ok and output.endswith(f"x\n[exit status {status}]")
 
 
 def test_output_of_the_last_moment_is_not_lost(box, monkeypatch):
