@@ -71,7 +71,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     # while mm is loading, Ctrl-C ends it without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import errno
 import io
 import json
 import math
@@ -3763,21 +3762,21 @@ def session_id(path):
 
 class Session:
     """Where a conversation is recorded. about: its first line: provider, model, url, system;
-    notice: told what went wrong.
+    notice: called with what went wrong; path: of a session that goes on.
     """
 
     def __init__(self, about, notice, path=""):
-        self.about, self.notice, self.path = about, notice, path
-        self.file, self.broken, self.size = None, False, 0
-        self.taken = 0  # bytes that stay whatever becomes of the question
-        if not path:
-            self.renew()
+        self.about = about
+        self.notice = notice
+        self.broken = False
+        self.renew()
+        self.path = path or self.path
 
     def renew(self):
         """Begins another session; its file is made with its first message."""
         name = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(2).hex()
-        self.path = os.path.join(sessions_folder(), name + ".jsonl")
-        self.close()
+        self.path = os.path.join(sessions_folder(), f"{name}.jsonl")
+        self.start = self.end = 0  # where in the file the line stands that was written last
 
     @property
     def id(self):
@@ -3788,192 +3787,131 @@ class Session:
         if self.broken:
             return
         try:
-            if "history" in item and self.file is not None and os.fstat(self.file).st_size != self.size:
-                # another process has said something here, which a new history must not replace
+            # a new history must not replace what another process has said here
+            if "history" in item and self.end and os.path.getsize(self.path) != self.end:
                 self.renew()
-            if self.file is None:
-                self.open()
-            if item.get("role") == "user":
-                self.taken = os.fstat(self.file).st_size
-            self.append(item)
-            self.size = os.fstat(self.file).st_size
+            self.append(serialised(item) + b"\n")
         except OSError as error:
             self.broken = True
             self.notice(f"the conversation is not saved: {self.path}: {error.strerror}")
 
+    def append(self, line):
+        import functools
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        private = functools.partial(os.open, mode=0o600)
+        with open(self.path, "ab+", buffering=0, opener=private) as file:
+            self.start = file.tell()
+            if not self.start:
+                line = serialised({"session": 1, **self.about}) + b"\n" + line  # 1: the format
+            elif os.pread(file.fileno(), 1, self.start - 1) != b"\n":
+                line = b"\n" + line
+            while line:  # a write can stop early; on a full disk, the next one says so
+                line = line[file.write(line):]
+            self.end = file.tell()
+
     def withdraw(self):
-        """Takes out the last question, which a server refused, unless another process has written
-        behind it; a session that would be empty goes.
+        """Takes the last line out again: a question that no server has taken. A line that another
+        process has written since keeps it.
         """
         try:
-            if self.file is None or os.fstat(self.file).st_size != self.size:
+            if os.path.getsize(self.path) != self.end:
                 return
-            os.ftruncate(self.file, self.taken)
-            self.size = self.taken
-            if os.pread(self.file, self.taken, 0).count(b"\n") == 1:
+            os.truncate(self.path, self.start)
+            self.end = self.start
+            if not self.start:
                 os.unlink(self.path)
-                self.close()
         except OSError:
             pass  # then it stays
 
-    def open(self):
-        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
-        self.file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        size = os.fstat(self.file).st_size
-        if not size:
-            self.append({"session": 1, **self.about})  # 1: the version of this format
-        elif os.pread(self.file, 1, size - 1) != b"\n":
-            os.write(self.file, b"\n")
-
-    def append(self, item):
-        line = serialised(item) + b"\n"
-        written = os.write(self.file, line)
-        if written < len(line):  # a disk that is full now: what is torn ends here
-            os.write(self.file, b"\n")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def close(self):
-        if self.file is not None:
-            os.close(self.file)
-        self.file = None
-
-
-MOST_SESSION = 256 << 20  # bytes
-
 
 def load_session(path):
-    """-> (about, history, [what a person should hear of damage]). Raises MMError("config") if it
-    cannot be read at all.
+    """-> (about, history, [what a person should hear of it]). Raises MMError("config") if it cannot
+    be read at all.
     """
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MOST_SESSION + 1)
-    except OSError as error:
-        raise MMError("config", f"session {path}: {error.strerror}") from None
-    if len(raw) > MOST_SESSION:
-        raise MMError("config", f"session {path}: larger than {MOST_SESSION >> 20} MiB")
-    name, about, history, notes = session_id(path), {}, [], []
-    rows = raw.split(b"\n")  # at LF only: U+2028 is text
+    where = f"session {session_id(path)}"
+    rows = read_bytes(path, "session").split(b"\n")  # at LF only: U+2028 is text
+    about = {}
+    history = []
+    notes = []
     for number, row in enumerate(rows, 1):
         if not row.strip():
             continue
         try:
-            item = json.loads(row.decode("utf-8-sig"))
+            item = read_json(row.decode("utf-8-sig"))
             if "role" in item:
                 history.append(stored_message(item))
             elif "history" in item:
                 history = [stored_message(message) for message in item["history"]]
-            elif "session" in item or "model" in item:  # the first line, or a change of it
-                about.update(
-                    {
-                        key: item[key]
-                        for key in ("provider", "model", "url", "system")
-                        if isinstance(item.get(key), str)
-                    }
-                )
-            else:
-                raise ValueError
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            torn = number == len(rows)
-            notes.append(
-                f"session {name}: line {number} is {'cut off' if torn else 'damaged'}, and was skipped"
-            )
-    if len(notes) > 4:
-        notes[3:] = [f"session {name}: {len(notes) - 3:,} more lines are damaged"]
-    if not raw.strip():
-        notes.append(f"session {name} is empty")
-    elif history and (history[-1]["role"] != "assistant" or history[-1].get("tool_calls")) \
-            and not history[-1]["content"].startswith(SUMMED_UP):
-        notes.append(f"session {name}: the last question has no answer")
+            else:  # the first line, or a change of it
+                for key in item.keys() & {"provider", "model", "url", "system"}:
+                    about[key] = str(item[key])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            notes.append(f"{where}: line {number} cannot be read, and was skipped")
+    last = history[-1] if history else {"role": "assistant"}
+    answered = last["role"] == "assistant" and "tool_calls" not in last
+    if not answered and not last["content"].startswith(SUMMED_UP):
+        notes.append(f"{where}: the last question has no answer")
     return about, history, notes
 
 
 def stored_message(item):
-    """A message of a session file, mended where a tool call is broken. Raises ValueError or
-    TypeError if it is none.
-    """
-    role, content = item["role"], item.get("content") or ""
-    if role not in ("user", "assistant", "tool") or not isinstance(content, str):
+    """A line of a session file, if it is a message. Raises KeyError, TypeError or ValueError."""
+    is_known = item["role"] in ("user", "assistant") or "tool_call_id" in item
+    if not is_known or not isinstance(item["content"], str):
         raise ValueError
-    message = {"role": role, "content": content}
-    if role == "tool":
-        message["tool_call_id"] = str(item["tool_call_id"])
-    if role == "assistant" and item.get("tool_calls"):
-        if not all(isinstance(call[key], str) and call[key] for call in item["tool_calls"] for key in ("id", "name")):
-            raise ValueError
-        message["tool_calls"] = [
-            {
-                "id": call["id"],
-                "name": call["name"],
-                "raw": "",
-                "arguments": call["arguments"] if isinstance(call.get("arguments"), dict) else {},
-            }
-            for call in item["tool_calls"]
-        ]
-    return message
+    return item
 
 
 def list_sessions():
-    """[(id, path, modification time)], newest first."""
-    found = []
-    try:
-        entries = list(os.scandir(sessions_folder()))
-    except FileNotFoundError:
-        entries = []
-    except OSError as error:
-        raise MMError("config", f"{sessions_folder()}: {error.strerror}") from None
-    for entry in entries:
-        try:
-            if entry.name.endswith(".jsonl") and entry.is_file():
-                found.append((session_id(entry.path), entry.path, entry.stat().st_mtime))
-        except OSError:
-            continue  # gone by now
-    return sorted(found, key=lambda session: session[2], reverse=True)
+    """The paths of all sessions, the newest first."""
+    import glob
+    paths = glob.glob(os.path.join(glob.escape(sessions_folder()), "*.jsonl"))
+    return sorted(filter(os.path.isfile, paths), key=os.path.getmtime, reverse=True)
 
 
-def find_session(its_id):
-    """The path of the session whose id begins so; of the newest one for "". Raises
+def find_session(start):
+    """The path of the session whose id begins with `start`; of the newest one for "". Raises
     MMError("config").
     """
-    sessions = {name: path for name, path, _ in list_sessions()}
-    matching = [name for name in sessions if name.startswith(its_id)]
-    if not sessions:
-        raise MMError("config", f"there is no session yet (in {sessions_folder()})")
+    paths = {session_id(path): path for path in list_sessions()}
+    if start in paths:
+        return paths[start]
+    matching = [path for name, path in paths.items() if name.startswith(start)]
+    shown = one_line(start, 40)
     if not matching:
-        raise MMError("config", f"no session begins with {one_line(its_id, 40)} (mm --sessions)")
-    if its_id and its_id not in matching and len(matching) > 1:
-        raise MMError(
-            "config",
-            f"more than one session begins with {one_line(its_id, 40)}: {', '.join(matching[:4])}",
-        )
-    return sessions[its_id if its_id in matching else matching[0]]
+        raise MMError("config", f"{sessions_folder()} holds no session {shown}")
+    if start and len(matching) > 1:
+        raise MMError("config", f"more than one session begins with {shown} (mm --sessions)")
+    return matching[0]
 
 
 def session_lines(most=50):
     """--sessions: a line each: id, when, how many messages, the first question."""
-    out = []
-    for name, path, modified in list_sessions()[:most]:
+    rows = []
+    for path in list_sessions()[:most]:
         try:
-            _, history, _ = load_session(path)
+            history = load_session(path)[1]
         except MMError as error:
-            out.append(error.message)
+            rows.append(error.message)
             continue
-        first = next(
-            (message["content"] for message in history if message["role"] == "user"), "(empty)"
-        )
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
-        out.append(f"{name}  {when}  {len(history):>4}  {one_line(first, 60)}")
-    return out or ["no session is saved yet"]
+        questions = [message["content"] for message in history if message["role"] == "user"]
+        first = one_line((questions or ["(empty)"])[0], 60)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(path)))
+        rows.append(f"{session_id(path)}  {when}  {len(history):>4}  {first}")
+    return rows or ["no session is saved yet"]
 
 
 def as_markdown(history, system):
     """A conversation as a text to keep (/save FILE)."""
     parts = [f"**system**\n\n{system}"] if system.strip() else []
     for message in history:
-        calls = "".join(f"\n\n`{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}`"
-                        for call in message.get("tool_calls") or [])
-        content = f"```\n{message['content']}\n```" if message["role"] == "tool" else message["content"]
-        parts.append(f"**{message['role']}**\n\n{content}{calls}".rstrip())
+        content = message["content"]
+        if message["role"] == "tool":
+            content = f"```\n{content}\n```"
+        for call in message.get("tool_calls", []):
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            content += f"\n\n`{call['name']} {arguments}`"
+        parts.append(f"**{message['role']}**\n\n{content}".rstrip())
     return "\n\n".join(parts) + "\n"
 
 
