@@ -2842,7 +2842,7 @@ class Toolbox:
         finally:
             if os.path.exists(beside):
                 os.unlink(beside)
-        return f"Wrote {len(raw)} bytes to {path}."
+        return f"Wrote {path}."
 
     def command(self, argv):
         """Runs argv, yielding seconds; -> its output and exit status. Raises ToolError for a
@@ -2865,8 +2865,9 @@ class Toolbox:
             try:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-            except OSError:
-                pass  # gone just now, or another user's (sudo)
+                    process.wait(1)
+            except (OSError, subprocess.TimeoutExpired):
+                pass  # it is another user's (sudo), and goes on
         text = output.decode("utf-8", "replace").replace("\0", "\ufffd").rstrip("\n")
         ending = reason or f"exit status {process.returncode}"
         result = f"{text}\n[{ending}]".lstrip("\n")
@@ -3798,8 +3799,8 @@ class Session:
     def append(self, line):
         import functools
         os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
-        private = functools.partial(os.open, mode=0o600)
-        with open(self.path, "ab+", buffering=0, opener=private) as file:
+        with open(self.path, "ab+", buffering=0,
+                  opener=functools.partial(os.open, mode=0o600)) as file:
             self.start = file.tell()
             if not self.start:
                 line = serialised({"session": 1, **self.about}) + b"\n" + line  # 1: the format
