@@ -2670,9 +2670,11 @@ TOOL_FAULTS = (ToolError, MMError, OSError, TypeError, ValueError)
 
 
 def text_tool(description, required, **parameters):
-    """A tool whose parameters are all text. parameters: {name: what the model is told of it}."""
-    properties = {name: {"type": "string", "description": what}
-                  for name, what in parameters.items()}
+    """A row of BUILT_IN whose parameters are all text. required: names of those that must be there;
+    parameters: {name: its description}.
+    """
+    properties = {name: {"type": "string", "description": text}
+                  for name, text in parameters.items()}
     schema = {"type": "object", "properties": properties}
     if required:
         schema["required"] = required
@@ -2884,7 +2886,7 @@ class Toolbox:
         started = time.monotonic()
         while True:
             is_running = process.poll() is None  # asked first: what follows reads all that it left
-            # behind its end, what it has started may go on writing: only what is there is read
+            # what it left in the background may go on writing: after the end, nothing is waited for
             wait = 0.05 if is_running else 0
             piece = b""
             if select.select([process.stdout], [], [], wait)[0]:
@@ -2900,7 +2902,7 @@ class Toolbox:
             if not piece:
                 if not is_running:
                     return output, ""
-                time.sleep(0.01)  # a command that has closed its output is not waited for above
+                time.sleep(0.01)  # select does not wait where the command has closed its output
                 yield seconds
 
 
@@ -2951,18 +2953,18 @@ def arguments_of(tool, arguments):
 def check_commands(commands, where):
     """The config's own tools, ready for a Toolbox. Raises MMError("config") with a line per fault.
     """
-    ready = {}
+    tools = {}
     faults = []
     for name, entry in commands.items():
         try:
-            ready[name] = own_tool(name, **entry)
+            tools[name] = own_tool(name, **entry)
         except MMError as error:
             faults.append(f"{where}.{name}: {error.message}")
         except (AttributeError, LookupError, TypeError):
             faults.append(f"{where}.{name}: {COMMAND_FORM}")
     if faults:
         raise MMError("config", "\n".join(faults))
-    return ready
+    return tools
 
 
 def own_tool(name, command, parameters=None, description=""):
@@ -2976,7 +2978,7 @@ def own_tool(name, command, parameters=None, description=""):
     schema = {"properties": {}, **typed(parameters or {}), "type": "object"}
     properties = schema["properties"]
     are_maps = all(isinstance(parameter, dict) for parameter in properties.values())
-    # the program to run is not for the model to choose
+    # the model fills parameters; which program runs is not its choice
     if not are_maps or not isinstance(command, list) or PLACE.fullmatch(command[0]):
         raise TypeError
     for used in [*schema.get("required", []), *PLACE.findall(" ".join(command))]:
@@ -3811,8 +3813,8 @@ class Session:
             self.end = file.tell()
 
     def withdraw(self):
-        """Takes the last line out again: a question that no server has taken. A line that another
-        process has written since keeps it.
+        """Takes the last line out again: a question that no server has taken. It stays where
+        another process has written since; a session that would be empty goes.
         """
         try:
             if os.path.getsize(self.path) != self.end:
@@ -3877,7 +3879,7 @@ def find_session(start):
     paths = {session_id(path): path for path in list_sessions()}
     if start in paths:
         return paths[start]
-    matching = [path for name, path in paths.items() if name.startswith(start)]
+    matching = [path for key, path in paths.items() if key.startswith(start)]
     shown = one_line(start, 40)
     if not matching:
         raise MMError("config", f"{sessions_folder()} holds no session {shown}")
