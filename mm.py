@@ -71,7 +71,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     # while mm is loading, Ctrl-C ends it without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import errno
 import io
 import json
 import math
@@ -2642,376 +2641,355 @@ def template_of(path):
 # ==================================================================================================
 # 8. Tools
 #
-# What a model may call: four tools of mm's own, rows of BUILT_IN, of which those for files are
-# methods of Toolbox by the same names, and the commands of the config file. A tool gets arguments
-# that are a JSON object and gives back text; whatever goes wrong is text for the model, never an
-# exception. Reading below the working directory is free; everything else asks. Nothing here trusts
-# a path before its symbolic links are followed, a file before it is known to be one, or a command
-# to end or to be brief.
+# What a model may call: four tools of mm's own, the rows of BUILT_IN, and the commands of the
+# config file, which become rows of the same form. A row with a `command` is run as one; the other
+# tools are methods of Toolbox. A tool gives back text, and whatever goes wrong is text for the
+# model, never an exception. Reading below the working directory is free; everything else asks.
+# Nothing here trusts a path before its symbolic links are followed, a file before it is known to be
+# one, or a command to end or to be brief.
 # ==================================================================================================
 
-RESULT_BYTES = 16 << 10    # of a result that reach the model; the middle is cut out
-OUTPUT_BYTES = 8 << 20     # of output until a command counts as endless
+RESULT_BYTES = 16 << 10  # of a result that reach the model; the middle is cut out
 
 
 class ToolError(Exception):
     """What a tool could not do, as a line for the model."""
 
 
-def text_schema(**properties):
-    return {"type": "object", "properties": {name: {"type": "string", "description": what} for name, what in properties.items()}}
+def path_of(arguments):
+    """The path that a call names, after symbolic links."""
+    return os.path.realpath(os.path.expanduser(arguments.get("path") or "."))
 
 
-def required(schema, *names):
-    return {**schema, "required": list(names)}
+def file_of(arguments):
+    """path_of(), where no directory, pipe or device is."""
+    path = path_of(arguments)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ToolError(f"{path} is no regular file.")
+    return path
 
 
-BUILT_IN = {  # name: (what the model is told, JSON schema of its parameters)
-    "list_files": ("List the files of a directory.", text_schema(path="the directory; the working directory if left out")),
-    "read_file": ("Read a text file.", required(text_schema(path="the file"), "path")),
-    "write_file": ("Write a text file, replacing what it held.",
-                   required(text_schema(path="the file", content="its whole new content"), "path", "content")),
-    "run_command": ("Run a shell command line in the working directory; gives its output and exit status. It gets no input.",
-                    required(text_schema(command="the command line"), "command")),
+# what a tool may raise; ValueError: a path with a NUL, text that is half a surrogate pair
+TOOL_FAULTS = (ToolError, MMError, OSError, TypeError, ValueError)
+
+
+def text_tool(description, required, **parameters):
+    """A row of BUILT_IN whose parameters are all text. required: names of those that must be there;
+    parameters: {name: its description}.
+    """
+    properties = {name: {"type": "string", "description": text}
+                  for name, text in parameters.items()}
+    schema = {"type": "object", "properties": properties}
+    if required:
+        schema["required"] = required
+    return {"description": description, "parameters": schema}
+
+
+# name: the tool; its command is an argv with "{parameter}" places
+BUILT_IN = {
+    "list_files": text_tool(
+        "List the files of a directory.", [],
+        path="the directory; the working directory if left out"),
+    "read_file": text_tool("Read a text file.", ["path"], path="the file"),
+    "write_file": text_tool(
+        "Write a text file, replacing what it held.", ["path", "content"],
+        path="the file", content="its whole new content"),
+    "run_command": {
+        **text_tool(
+            "Run a shell command line in the working directory; gives its output and exit status "
+            "(negative: the signal that ended it). It gets no input.", ["command"],
+            command="the command line"),
+        "command": ["/bin/sh", "-c", "{command}"],
+    },
 }
 
 
 class Toolbox:
     """The tools offered to a model, and what they may do.
 
-    names: those that are on; commands: the config's own; seconds: time limit of a command, 0 for
-    none; hidden: names of environment variables that hold keys; permit: called with the tool's name
-    once a person has seen the call (shown()), gives "y", "n" or "a" (always, for this tool); None
-    where nobody can be asked, so that it is refused.
+    names: the tools that are on; commands: the config's own, as check_commands() gives them;
+    seconds: time limit of a command, 0 for none; hidden: names of environment variables that hold
+    keys; permit: called with the tool's name once a person has seen the call (preview()), gives
+    "y", "n" or "a" (always, for this tool); None where nobody can be asked, and then the call is
+    refused.
     """
 
     def __init__(self, names=(), commands=None, seconds=120.0, hidden=(), permit=None):
-        self.commands, self.seconds, self.hidden, self.permit = commands or {}, seconds, set(hidden), permit
-        self.names, self.always = list(names), set()
-        self.stopped, self.busy = False, False  # asked to stop; running a command
-        try:
-            self.directory = os.path.realpath(os.getcwd())
-        except OSError:  # it was deleted: nothing is inside
-            self.directory = os.devnull
-
-    def known(self):
-        """name: (what the model is told, schema) of every tool there is, sorted."""
-        own = {
-            name: (command["description"], command["parameters"])
-            for name, command in self.commands.items()
-        }
-        return dict(sorted({**BUILT_IN, **own}.items()))
+        self.tools = dict(sorted({**BUILT_IN, **(commands or {})}.items()))
+        self.names = list(names)
+        self.always = set()
+        self.seconds = seconds
+        self.hidden = hidden
+        self.permit = permit
+        self.stopped = self.busy = False  # asked to stop; running a command
 
     def schemas(self):
         """The `tools` of a request: sorted by name whatever the order in the config, so that a
         server's prompt cache holds.
         """
         return [
-            {
-                "type": "function",
-                "function": {"name": name, "description": what, "parameters": schema},
-            }
-            for name, (what, schema) in self.known().items()
-            if name in self.names
-        ]
+            {"type": "function", "function": {
+                "name": name,
+                "description": tool["description"],
+                "parameters": tool["parameters"],
+            }}
+            for name, tool in self.tools.items() if name in self.names]
 
     def run(self, call):
-        """Runs a finished call (see Calls.finished), asking where it must; yields seconds while it
-        runs; -> (ok, output).
+        """Runs a finished call (see Calls.finished), asking where it must; yields seconds while a
+        command runs; -> (ok, output).
         """
-        name, arguments = call["name"], call["arguments"]
+        name = call["name"]
+        arguments = call["arguments"]
         try:
-            if arguments is None:
-                raw = one_line(call["raw"], 200)
-                raise ToolError(
-                    f"The arguments were not a complete JSON object, so nothing was run: {raw}"
-                )
-            if name not in self.names:
-                offered = ", ".join(sorted(self.names)) or "none"
-                raise ToolError(
-                    f"There is no tool called {one_line(name, 80)!r}. Tools: {offered}."
-                )
-            self.check(name, arguments)
-            self.ask(name, arguments)
-            if name == "run_command":
-                output = yield from self.command(["/bin/sh", "-c", arguments["command"]])
-            elif name in self.commands:
-                output = yield from self.command(arguments_of(self.commands[name], arguments))
+            self.check(call)
+            self.require_permission(name, arguments)
+            tool = self.tools[name]
+            if "command" in tool:
+                output = yield from self.command(arguments_of(tool, arguments))
             else:
-                known = [
-                    key for key in BUILT_IN[name][1]["properties"] if arguments.get(key) is not None
-                ]
-                output = getattr(self, name)(**{key: arguments[key] for key in known})
+                output = getattr(self, name)(arguments)
             return True, shortened(output)
-        except ToolError as error:
+        except TOOL_FAULTS as error:
             return False, shortened(str(error))
-        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
-            where = f": {error.filename}" if isinstance(getattr(error, "filename", None), str) else ""
-            return False, shortened(f"{name}: {getattr(error, 'strerror', None) or error}{where}")
-        except Exception as error:  # a fault of mm's own ends the call, not the conversation
-            return False, f"{name} failed: {type(error).__name__}: {one_line(error, 200)}"
+        finally:
+            self.busy = False
 
-    def check(self, name, arguments):
-        schema = self.known()[name][1]
-        missing = [key for key in schema.get("required", []) if arguments.get(key) is None]
-        if missing:
-            raise ToolError(f"{name} needs: {', '.join(missing)}.")
-        for key, schema_of in schema["properties"].items():
-            allowed = schema_of.get("enum")
-            if isinstance(allowed, list) and arguments.get(key) is not None and arguments[key] not in allowed:
-                raise ToolError(
-                    f"{name}: {key} must be one of {json.dumps(allowed, ensure_ascii=False)}."
-                )
-        if name in BUILT_IN:
-            odd = [
-                key
-                for key in schema["properties"]
-                if not isinstance(arguments.get(key), (str, type(None)))
-            ]
-            if odd:
-                raise ToolError(f"{name}: {', '.join(odd)} must be text.")
+    def check(self, call):
+        """Raises ToolError for a call that cannot be run: broken, or not as the schema wants it."""
+        name = call["name"]
+        arguments = call["arguments"]
+        if arguments is None:
+            raise ToolError("The arguments were not a complete JSON object, so nothing was run: "
+                            + one_line(call["raw"]))
+        if name not in self.names:
+            raise ToolError(f"There is no tool called {name!r}, only {sorted(self.names)}.")
+        schema = self.tools[name]["parameters"]
+        for key, parameter in schema["properties"].items():
+            value = arguments.get(key)
+            if value is None:
+                if key in schema.get("required", []):
+                    raise ToolError(f"{name} needs {key}.")
+            elif name in BUILT_IN and not isinstance(value, str):
+                raise ToolError(f"{name}: {key} must be text.")
+            elif value not in parameter.get("enum", [value]):
+                raise ToolError(f"{name}: {key} must be one of {parameter['enum']}.")
 
-    def ask(self, name, arguments):
+    def require_permission(self, name, arguments):
         """Raises ToolError unless the call is free or permitted."""
         if name in self.always or self.is_free(name, arguments):
             return
-        answer = self.permit(name) if self.permit else None
-        if answer is None:
+        if not self.permit:
             raise ToolError(
                 f"{name} was not run: it needs permission, and nobody can be asked here "
-                "(mm -y runs tools without asking)."
-            )
+                "(mm -y runs tools without asking).")
+        answer = self.permit(name)
         if answer == "a":
             self.always.add(name)
         elif answer != "y":
             raise ToolError(f"{name} was not run: the user refused it.")
 
     def is_free(self, name, arguments):
-        return name in ("list_files", "read_file") and self.is_inside(self.real_path(arguments.get("path") or ""))
+        """Whether a call only reads below the working directory."""
+        if name not in ("list_files", "read_file"):
+            return False
+        here = os.getcwd()
+        return os.path.commonpath([here, path_of(arguments)]) == here
 
-    def real_path(self, path):
-        return os.path.realpath(os.path.join(self.directory, os.path.expanduser(path or ".")))
-
-    def is_inside(self, path):
-        return os.path.commonpath([self.directory, path]) == self.directory
-
-    def preview(self, name, arguments):
-        """-> (what a call will do, in one line; the lines that it would change) for a person."""
-        if name == "run_command":
-            return f"run {arguments.get('command', '')}", []
-        if name in self.commands:
-            import shlex
-            return "run " + shlex.join(arguments_of(self.commands[name], arguments)), []
-        path = self.real_path(arguments.get("path") or "")
-        shown = os.path.relpath(path, self.directory) if self.is_inside(path) else path
-        if name == "write_file":
-            return f"write {shown}", self.difference(path, arguments["content"])
-        return f"{'list' if name == 'list_files' else 'read'} {shown}", []
-
-    def shown(self, call):
-        """preview() of any finished call, or of one that cannot be run."""
+    def preview(self, call):
+        """-> (what a call will do, in one line; the lines that it would change in a file), for a
+        person; also for a call that cannot be run.
+        """
+        name = call["name"]
+        arguments = call["arguments"]
         try:
-            self.check(call["name"], call["arguments"])
-            return self.preview(call["name"], call["arguments"])
-        except (ToolError, KeyError, ValueError, OSError, AttributeError, TypeError):
-            return f"{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}", []
+            self.check(call)
+            if name == "run_command":
+                return f"run {arguments['command']}", []
+            if "command" in self.tools[name]:
+                import shlex
+                return "run " + shlex.join(arguments_of(self.tools[name], arguments)), []
+            path = path_of(arguments)
+            line = f"{name.split('_')[0]} {path.removeprefix(os.getcwd() + '/')}"
+            if name != "write_file":
+                return line, []
+            old = self.read_file(arguments) if os.path.exists(path) else ""
+            return line, difference(old, arguments["content"])
+        except TOOL_FAULTS:
+            return f"{name} {arguments}", []
 
-    def difference(self, path, content):
-        import difflib
-        old = ""
-        if os.path.isfile(path):  # opening a pipe would wait for its other end
-            try:
-                with open(path, encoding="utf-8", errors="replace", newline="") as file:
-                    old = file.read(OUTPUT_BYTES)
-            except OSError:
-                pass  # it will not be written either
-        if old == content:
-            return ["(no change)"]
-        old, new = old.split("\n"), content.split("\n")
-        if len(old) * len(new) > 400_000:  # the time of a comparison grows with that
-            return [f"-{len(old):,} lines", f"+{len(new):,} lines"]
-        return list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=2))[2:]
+    def list_files(self, arguments):
+        entries = os.scandir(path_of(arguments))
+        rows = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
+        return "\n".join(sorted(rows)) or "(empty)"
 
-    def list_files(self, path=""):
-        entries = sorted(os.scandir(self.real_path(path)), key=lambda entry: entry.name)
-        return "\n".join(entry.name + ("/" if entry.is_dir() else "") for entry in entries) or "(empty)"
-
-    def read_file(self, path):
-        import stat
-        real = self.real_path(path)
-        mode = os.stat(real).st_mode
-        if not stat.S_ISREG(mode):
-            raise ToolError(
-                f"{path} is {'a directory' if stat.S_ISDIR(mode) else 'no regular file'}."
-            )
-        with open(real, "rb") as file:
-            raw = file.read(OUTPUT_BYTES)
-            more = os.fstat(file.fileno()).st_size - len(raw)
+    def read_file(self, arguments):
+        path = file_of(arguments)
+        raw = read_bytes(path, "read_file")
         if b"\0" in raw:
-            raise ToolError(f"{path} is not text: {len(raw) + max(more, 0):,} bytes.")
-        return raw.decode("utf-8", "replace") + (f"\n[… {more:,} bytes more …]" if more > 0 else "")
+            raise ToolError(f"{path} is not text.")
+        return raw.decode("utf-8", "replace")
 
-    def write_file(self, path, content):
+    def write_file(self, arguments):
         """Writes beside the file and renames, so that a full disk leaves the old content."""
-        import stat
-        import tempfile
-        real = self.real_path(path)
-        if os.path.exists(real) and not stat.S_ISREG(os.stat(real).st_mode):
-            raise ToolError(f"{path} is no regular file.")
-        os.makedirs(os.path.dirname(real), exist_ok=True)
-        old = os.stat(real) if os.path.exists(real) else None
-        if old and not os.access(real, os.W_OK):
-            raise ToolError(f"{path} may not be written.")
-        mask = os.umask(0)  # it can be read only by setting it
-        os.umask(mask)
-        handle, beside = tempfile.mkstemp(dir=os.path.dirname(real), prefix=".mm-")
+        path = file_of(arguments)
+        raw = clean(arguments["content"]).encode()
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        beside = f"{path}.{os.urandom(4).hex()}"
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(clean(content).encode())
-            os.chmod(beside, old.st_mode & 0o777 if old else 0o666 & ~mask)
-            if old and old.st_uid != os.getuid():
-                os.chown(beside, old.st_uid, old.st_gid)
-            os.replace(beside, real)
-        except BaseException:
-            os.unlink(beside)
-            raise
-        return f"Wrote {len(clean(content).encode()):,} bytes to {path}."
+            with open(beside, "xb") as file:
+                if os.path.exists(path):
+                    open(path, "ab").close()  # raises where it may not be written
+                    old = os.stat(path)
+                    os.chmod(beside, old.st_mode)
+                    os.chown(beside, old.st_uid, old.st_gid)
+                file.write(raw)
+            os.replace(beside, path)
+        finally:
+            if os.path.exists(beside):
+                os.unlink(beside)
+        return f"Wrote {path}."
 
     def command(self, argv):
-        """Runs argv, yielding seconds; -> its output and exit status. Time, too much output, or
-        stop ends its process group.
+        """Runs argv, yielding seconds; -> its output and exit status. Raises ToolError for a
+        command that was ended.
+
+        What it leaves in the background goes on, but a command that must be ended (its time is up,
+        it writes too much, Ctrl-C) is ended with its whole process group.
         """
-        import select
         import subprocess
+        self.busy = True  # before all else, as Ctrl-C can come at once
         environment = {key: value for key, value in os.environ.items()
                        if key not in self.hidden and not key.endswith("_API_KEY")}
-        self.busy = True  # before all else, as Ctrl-C can come at once
-        output, started, reason, process = b"", time.monotonic(), "", None
+        process = subprocess.Popen(
+            argv, bufsize=0, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
-            process = subprocess.Popen(
-                argv,
-                cwd=self.directory,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            while not reason and process.poll() is None:
-                if select.select([process.stdout], [], [], 0.05)[0]:
-                    piece = os.read(process.stdout.fileno(), 1 << 16)
-                    output += piece
-                    if not piece:  # it closed its output, and may go on
-                        time.sleep(0.01)
-                else:
-                    yield time.monotonic() - started
-                if self.seconds and time.monotonic() - started > self.seconds:
-                    reason = f"ended after its time limit of {self.seconds:g} s"
-                elif len(output) > OUTPUT_BYTES:
-                    reason = f"ended after {OUTPUT_BYTES >> 20} MiB of output"
-                elif self.stopped:
-                    reason = "ended by the user"
-            while not reason and select.select([process.stdout], [], [], 0)[0] and len(output) <= OUTPUT_BYTES:
-                # what it left; what it started in the background may go on
-                piece = os.read(process.stdout.fileno(), 1 << 16)
-                output += piece
-                if not piece:
-                    break
+            output, reason = yield from self.output_of(process)
         finally:
-            if process and process.poll() is None:
-                try:
+            process.stdout.close()
+            try:
+                if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-                except OSError:
-                    pass  # gone just now, or another user's (sudo)
-            if process:
-                process.stdout.close()
-                try:
                     process.wait(1)
-                except subprocess.TimeoutExpired:
-                    reason += ", and goes on: it belongs to another user"
-            self.busy = False
+            except (OSError, subprocess.TimeoutExpired):
+                pass  # it is another user's (sudo), and goes on
         text = output.decode("utf-8", "replace").replace("\0", "\ufffd").rstrip("\n")
-        if reason:
-            raise ToolError(f"{text}\n[{reason}]".lstrip("\n"))
-        return f"{text}\n[exit status {process.returncode}]".lstrip("\n")
+        ending = reason or f"exit status {process.returncode}"
+        result = f"{text}\n[{ending}]".lstrip("\n")
+        if reason or process.returncode < 0:  # negative: a signal ended it
+            raise ToolError(result)
+        return result
+
+    def output_of(self, process):
+        """Reads what a command writes until it ends; yields seconds; -> (output, why it must be
+        ended or "").
+        """
+        import select
+        output = bytearray()
+        started = time.monotonic()
+        while True:
+            is_running = process.poll() is None  # asked first: what follows reads all that it left
+            # what it left in the background may go on writing: after the end, nothing is waited for
+            wait = 0.05 if is_running else 0
+            piece = b""
+            if select.select([process.stdout], [], [], wait)[0]:
+                piece = process.stdout.read(1 << 16)
+            output += piece
+            seconds = time.monotonic() - started
+            if self.stopped:
+                return output, "ended by the user"
+            if self.seconds and seconds > self.seconds:
+                return output, f"ended after its time limit of {self.seconds:g} s"
+            if len(output) > MOST_TEXT:
+                return output, f"ended after {MOST_TEXT >> 20} MiB of output"
+            if not piece:
+                if not is_running:
+                    return output, ""
+                time.sleep(0.01)  # select does not wait where the command has closed its output
+                yield seconds
+
+
+def difference(old, new):
+    """The lines in which two texts differ, for a person."""
+    import difflib
+    if old == new:
+        return ["(no change)"]
+    old = old.split("\n")
+    new = new.split("\n")
+    if len(old) * len(new) > 400_000:  # the time of a comparison grows with the product
+        return [f"-{len(old):,} lines", f"+{len(new):,} lines"]
+    return list(difflib.unified_diff(old, new, lineterm="", n=2))[2:]
 
 
 def shortened(text):
     """A result of at most RESULT_BYTES, cut in the middle, and saying so."""
     raw = clean(text).encode()
-    if len(raw) <= RESULT_BYTES:
-        return raw.decode()
-    half = RESULT_BYTES // 2
-    first, last = (part.decode("utf-8", "ignore") for part in (raw[:half], raw[-half:]))
-    return f"{first}\n[… {len(raw) - 2 * half:,} bytes left out …]\n{last}"
+    left_out = len(raw) - RESULT_BYTES
+    if left_out > 0:
+        half = RESULT_BYTES // 2
+        gap = f"\n[… {left_out:,} bytes left out …]\n".encode()
+        raw = raw[:half] + gap + raw[-half:]
+    return raw.decode("utf-8", "ignore")
 
+
+# -- commands of the config
 
 PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+COMMAND_FORM = ("wants description, command: [PROGRAM, '{NAME}'] and parameters: {type: object, "
+                "properties: {NAME: {type: string}}, required: [NAME]}")
 
 
-def arguments_of(command, arguments):
-    """A config command's argv with its places filled; a place of its own whose parameter is left
-    out goes away.
+def arguments_of(tool, arguments):
+    """A command's argv with its places filled; a place of its own whose parameter is left out goes
+    away.
     """
-    texts = {name: "" for name in command["parameters"]["properties"]}
-    for name, value in arguments.items():
-        if name in texts and value is not None:
-            texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    left_out = {f"{{{name}}}" for name in texts if arguments.get(name) is None}
-    return [PLACE.sub(lambda place: texts.get(place.group(1), place.group()), part)
-            for part in command["command"] if part not in left_out]
+    texts = {name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+             for name, value in arguments.items() if value is not None}
+    argv = []
+    for part in tool["command"]:
+        place = PLACE.fullmatch(part)
+        if not place or place[1] in texts:
+            argv.append(PLACE.sub(lambda found: texts.get(found[1], ""), part))
+    return argv
 
 
 def check_commands(commands, where):
     """The config's own tools, ready for a Toolbox. Raises MMError("config") with a line per fault.
     """
-    ready, faults = {}, []
-    for name, command in commands.items():
-        fault = command_fault(name, command)
-        if fault:
-            faults.append(f"{where}.{name}: {fault}")
-            continue
-        parameters = {"type": "object", "properties": {}, **typed(command.get("parameters") or {})}
-        ready[name] = {"description": str(command.get("description") or name),
-                       "parameters": parameters, "command": command["command"]}
+    tools = {}
+    faults = []
+    for name, entry in commands.items():
+        try:
+            tools[name] = own_tool(name, **entry)
+        except MMError as error:
+            faults.append(f"{where}.{name}: {error.message}")
+        except (AttributeError, LookupError, TypeError):
+            faults.append(f"{where}.{name}: {COMMAND_FORM}")
     if faults:
         raise MMError("config", "\n".join(faults))
-    return ready
+    return tools
 
 
-def is_object_schema(value):
-    """Whether a value is the JSON schema of an object, or {} for one without properties."""
-    if not isinstance(value, dict) or value.get("type", "object") != "object":
-        return False
-    # {path: {type: string}}: what stands below properties
-    if "properties" not in value and set(value) not in (set(), {"type"}):
-        return False
-    properties = value.get("properties", {})
-    return isinstance(properties, dict) and all(isinstance(schema, dict) for schema in properties.values())
-
-
-def command_fault(name, command):
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        return "a tool's name has letters, digits, _ and - only"
-    if name in BUILT_IN:
-        return "mm has a tool of that name"
-    if not isinstance(command, dict):
-        return "wants description, parameters and command"
-    unknown = [key for key in command if key not in ("description", "parameters", "command")]
-    if unknown:
-        return f"unknown key {one_line(unknown[0], 40)}{did_you_mean(unknown[0], ('description', 'parameters', 'command'))}"
-    argv, parameters = command.get("command"), command.get("parameters") or {}
-    if not isinstance(argv, list) or not argv or not all(isinstance(part, str) for part in argv):
-        return "command: wants a list of texts, such as [date, -u]"
-    if PLACE.fullmatch(argv[0]):
-        return "command: the program to run is not for the model to choose"
-    if not is_object_schema(parameters):
-        return "parameters: wants a JSON schema: {type: object, properties: {NAME: {type: string}}}"
-    properties, needed = parameters.get("properties", {}), parameters.get("required", [])
-    if not isinstance(needed, list) or not all(isinstance(key, str) and key in properties for key in needed):
-        return "parameters.required: names a parameter that is not in properties"
-    unknown = [key for part in argv for key in PLACE.findall(part) if key not in properties]
-    return f"command: no parameter is called {unknown[0]}" if unknown else ""
+def own_tool(name, command, parameters=None, description=""):
+    """A tool in the form of BUILT_IN's, from the keys of its entry in the config. Raises
+    MMError("config"), and AttributeError, LookupError or TypeError for any other form than
+    COMMAND_FORM.
+    """
+    if name in BUILT_IN or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise MMError(
+            "config", "a tool's name has letters, digits, _ and -, and is none of mm's own")
+    schema = {"properties": {}, **typed(parameters or {}), "type": "object"}
+    properties = schema["properties"]
+    are_maps = all(isinstance(parameter, dict) for parameter in properties.values())
+    # the model fills parameters; which program runs is not its choice
+    if not are_maps or not isinstance(command, list) or PLACE.fullmatch(command[0]):
+        raise TypeError
+    for used in [*schema.get("required", []), *PLACE.findall(" ".join(command))]:
+        if used not in properties:
+            raise MMError(
+                "config", f"{used}, in required or in command, is not in parameters.properties")
+    return {"description": description or name, "parameters": schema, "command": command}
 
 
 # ==================================================================================================
@@ -3355,7 +3333,7 @@ class Conversation:
         """
         # else it is no call that could be shown, and its result says why
         if call["arguments"] is not None:
-            yield {**tool_call_event(call), "preview": lambda: self.toolbox.shown(call)}
+            yield {**tool_call_event(call), "preview": lambda: self.toolbox.preview(call)}
         work = self.toolbox.run(call)
         while True:
             try:
@@ -3794,21 +3772,21 @@ def session_id(path):
 
 class Session:
     """Where a conversation is recorded. about: its first line: provider, model, url, system;
-    notice: told what went wrong.
+    notice: called with what went wrong; path: of a session that goes on.
     """
 
     def __init__(self, about, notice, path=""):
-        self.about, self.notice, self.path = about, notice, path
-        self.file, self.broken, self.size = None, False, 0
-        self.taken = 0  # bytes that stay whatever becomes of the question
-        if not path:
-            self.renew()
+        self.about = about
+        self.notice = notice
+        self.broken = False
+        self.renew()
+        self.path = path or self.path
 
     def renew(self):
         """Begins another session; its file is made with its first message."""
         name = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(2).hex()
-        self.path = os.path.join(sessions_folder(), name + ".jsonl")
-        self.close()
+        self.path = os.path.join(sessions_folder(), f"{name}.jsonl")
+        self.start = self.end = 0  # where in the file the line stands that was written last
 
     @property
     def id(self):
@@ -3819,192 +3797,131 @@ class Session:
         if self.broken:
             return
         try:
-            if "history" in item and self.file is not None and os.fstat(self.file).st_size != self.size:
-                # another process has said something here, which a new history must not replace
+            # a new history must not replace what another process has said here
+            if "history" in item and self.end and os.path.getsize(self.path) != self.end:
                 self.renew()
-            if self.file is None:
-                self.open()
-            if item.get("role") == "user":
-                self.taken = os.fstat(self.file).st_size
-            self.append(item)
-            self.size = os.fstat(self.file).st_size
+            self.append(serialised(item) + b"\n")
         except OSError as error:
             self.broken = True
             self.notice(f"the conversation is not saved: {self.path}: {error.strerror}")
 
+    def append(self, line):
+        import functools
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        with open(self.path, "ab+", buffering=0,
+                  opener=functools.partial(os.open, mode=0o600)) as file:
+            self.start = file.tell()
+            if not self.start:
+                line = serialised({"session": 1, **self.about}) + b"\n" + line  # 1: the format
+            elif os.pread(file.fileno(), 1, self.start - 1) != b"\n":
+                line = b"\n" + line
+            while line:  # a write can stop early; on a full disk, the next one says so
+                line = line[file.write(line):]
+            self.end = file.tell()
+
     def withdraw(self):
-        """Takes out the last question, which a server refused, unless another process has written
-        behind it; a session that would be empty goes.
+        """Takes the last line out again: a question that no server has taken. It stays where
+        another process has written since; a session that would be empty goes.
         """
         try:
-            if self.file is None or os.fstat(self.file).st_size != self.size:
+            if os.path.getsize(self.path) != self.end:
                 return
-            os.ftruncate(self.file, self.taken)
-            self.size = self.taken
-            if os.pread(self.file, self.taken, 0).count(b"\n") == 1:
+            os.truncate(self.path, self.start)
+            self.end = self.start
+            if not self.start:
                 os.unlink(self.path)
-                self.close()
         except OSError:
             pass  # then it stays
 
-    def open(self):
-        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
-        self.file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-        size = os.fstat(self.file).st_size
-        if not size:
-            self.append({"session": 1, **self.about})  # 1: the version of this format
-        elif os.pread(self.file, 1, size - 1) != b"\n":
-            os.write(self.file, b"\n")
-
-    def append(self, item):
-        line = serialised(item) + b"\n"
-        written = os.write(self.file, line)
-        if written < len(line):  # a disk that is full now: what is torn ends here
-            os.write(self.file, b"\n")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def close(self):
-        if self.file is not None:
-            os.close(self.file)
-        self.file = None
-
-
-MOST_SESSION = 256 << 20  # bytes
-
 
 def load_session(path):
-    """-> (about, history, [what a person should hear of damage]). Raises MMError("config") if it
-    cannot be read at all.
+    """-> (about, history, [what a person should hear of it]). Raises MMError("config") if it cannot
+    be read at all.
     """
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MOST_SESSION + 1)
-    except OSError as error:
-        raise MMError("config", f"session {path}: {error.strerror}") from None
-    if len(raw) > MOST_SESSION:
-        raise MMError("config", f"session {path}: larger than {MOST_SESSION >> 20} MiB")
-    name, about, history, notes = session_id(path), {}, [], []
-    rows = raw.split(b"\n")  # at LF only: U+2028 is text
+    where = f"session {session_id(path)}"
+    rows = read_bytes(path, "session").split(b"\n")  # at LF only: U+2028 is text
+    about = {}
+    history = []
+    notes = []
     for number, row in enumerate(rows, 1):
         if not row.strip():
             continue
         try:
-            item = json.loads(row.decode("utf-8-sig"))
+            item = read_json(row.decode("utf-8-sig"))
             if "role" in item:
                 history.append(stored_message(item))
             elif "history" in item:
                 history = [stored_message(message) for message in item["history"]]
-            elif "session" in item or "model" in item:  # the first line, or a change of it
-                about.update(
-                    {
-                        key: item[key]
-                        for key in ("provider", "model", "url", "system")
-                        if isinstance(item.get(key), str)
-                    }
-                )
-            else:
-                raise ValueError
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            torn = number == len(rows)
-            notes.append(
-                f"session {name}: line {number} is {'cut off' if torn else 'damaged'}, and was skipped"
-            )
-    if len(notes) > 4:
-        notes[3:] = [f"session {name}: {len(notes) - 3:,} more lines are damaged"]
-    if not raw.strip():
-        notes.append(f"session {name} is empty")
-    elif history and (history[-1]["role"] != "assistant" or history[-1].get("tool_calls")) \
-            and not history[-1]["content"].startswith(SUMMED_UP):
-        notes.append(f"session {name}: the last question has no answer")
+            else:  # the first line, or a change of it
+                for key in item.keys() & {"provider", "model", "url", "system"}:
+                    about[key] = str(item[key])
+        except (AttributeError, KeyError, TypeError, ValueError):
+            notes.append(f"{where}: line {number} cannot be read, and was skipped")
+    last = history[-1] if history else {"role": "assistant"}
+    answered = last["role"] == "assistant" and "tool_calls" not in last
+    if not answered and not last["content"].startswith(SUMMED_UP):
+        notes.append(f"{where}: the last question has no answer")
     return about, history, notes
 
 
 def stored_message(item):
-    """A message of a session file, mended where a tool call is broken. Raises ValueError or
-    TypeError if it is none.
-    """
-    role, content = item["role"], item.get("content") or ""
-    if role not in ("user", "assistant", "tool") or not isinstance(content, str):
+    """A line of a session file, if it is a message. Raises KeyError, TypeError or ValueError."""
+    is_known = item["role"] in ("user", "assistant") or "tool_call_id" in item
+    if not is_known or not isinstance(item["content"], str):
         raise ValueError
-    message = {"role": role, "content": content}
-    if role == "tool":
-        message["tool_call_id"] = str(item["tool_call_id"])
-    if role == "assistant" and item.get("tool_calls"):
-        if not all(isinstance(call[key], str) and call[key] for call in item["tool_calls"] for key in ("id", "name")):
-            raise ValueError
-        message["tool_calls"] = [
-            {
-                "id": call["id"],
-                "name": call["name"],
-                "raw": "",
-                "arguments": call["arguments"] if isinstance(call.get("arguments"), dict) else {},
-            }
-            for call in item["tool_calls"]
-        ]
-    return message
+    return item
 
 
 def list_sessions():
-    """[(id, path, modification time)], newest first."""
-    found = []
-    try:
-        entries = list(os.scandir(sessions_folder()))
-    except FileNotFoundError:
-        entries = []
-    except OSError as error:
-        raise MMError("config", f"{sessions_folder()}: {error.strerror}") from None
-    for entry in entries:
-        try:
-            if entry.name.endswith(".jsonl") and entry.is_file():
-                found.append((session_id(entry.path), entry.path, entry.stat().st_mtime))
-        except OSError:
-            continue  # gone by now
-    return sorted(found, key=lambda session: session[2], reverse=True)
+    """The paths of all sessions, the newest first."""
+    import glob
+    paths = glob.glob(os.path.join(glob.escape(sessions_folder()), "*.jsonl"))
+    return sorted(filter(os.path.isfile, paths), key=os.path.getmtime, reverse=True)
 
 
-def find_session(its_id):
-    """The path of the session whose id begins so; of the newest one for "". Raises
+def find_session(start):
+    """The path of the session whose id begins with `start`; of the newest one for "". Raises
     MMError("config").
     """
-    sessions = {name: path for name, path, _ in list_sessions()}
-    matching = [name for name in sessions if name.startswith(its_id)]
-    if not sessions:
-        raise MMError("config", f"there is no session yet (in {sessions_folder()})")
+    paths = {session_id(path): path for path in list_sessions()}
+    if start in paths:
+        return paths[start]
+    matching = [path for key, path in paths.items() if key.startswith(start)]
+    shown = one_line(start, 40)
     if not matching:
-        raise MMError("config", f"no session begins with {one_line(its_id, 40)} (mm --sessions)")
-    if its_id and its_id not in matching and len(matching) > 1:
-        raise MMError(
-            "config",
-            f"more than one session begins with {one_line(its_id, 40)}: {', '.join(matching[:4])}",
-        )
-    return sessions[its_id if its_id in matching else matching[0]]
+        raise MMError("config", f"{sessions_folder()} holds no session {shown}")
+    if start and len(matching) > 1:
+        raise MMError("config", f"more than one session begins with {shown} (mm --sessions)")
+    return matching[0]
 
 
 def session_lines(most=50):
     """--sessions: a line each: id, when, how many messages, the first question."""
-    out = []
-    for name, path, modified in list_sessions()[:most]:
+    rows = []
+    for path in list_sessions()[:most]:
         try:
-            _, history, _ = load_session(path)
+            history = load_session(path)[1]
         except MMError as error:
-            out.append(error.message)
+            rows.append(error.message)
             continue
-        first = next(
-            (message["content"] for message in history if message["role"] == "user"), "(empty)"
-        )
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(modified))
-        out.append(f"{name}  {when}  {len(history):>4}  {one_line(first, 60)}")
-    return out or ["no session is saved yet"]
+        questions = [message["content"] for message in history if message["role"] == "user"]
+        first = one_line((questions or ["(empty)"])[0], 60)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(path)))
+        rows.append(f"{session_id(path)}  {when}  {len(history):>4}  {first}")
+    return rows or ["no session is saved yet"]
 
 
 def as_markdown(history, system):
     """A conversation as a text to keep (/save FILE)."""
     parts = [f"**system**\n\n{system}"] if system.strip() else []
     for message in history:
-        calls = "".join(f"\n\n`{call['name']} {json.dumps(call['arguments'], ensure_ascii=False)}`"
-                        for call in message.get("tool_calls") or [])
-        content = f"```\n{message['content']}\n```" if message["role"] == "tool" else message["content"]
-        parts.append(f"**{message['role']}**\n\n{content}{calls}".rstrip())
+        content = message["content"]
+        if message["role"] == "tool":
+            content = f"```\n{content}\n```"
+        for call in message.get("tool_calls", []):
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            content += f"\n\n`{call['name']} {arguments}`"
+        parts.append(f"**{message['role']}**\n\n{content}".rstrip())
     return "\n\n".join(parts) + "\n"
 
 
@@ -4725,7 +4642,7 @@ class Repl:
     def do_tools(self, rest):
         """[NAME|all|none]  list the tools, switch one or all"""
         box = self.conversation.toolbox
-        known = list(box.known())
+        known = list(box.tools)
         for name in known if rest == "all" else [] if rest == "none" else rest.replace(",", " ").split():
             if name not in known:
                 self.say(f"there is no tool called {name}")
@@ -4735,8 +4652,9 @@ class Repl:
                 box.names.append(name)
         if rest == "none":
             box.names.clear()
-        for name, (what, _) in box.known().items():
-            self.say(f"  {'[x]' if name in box.names else '[ ]'} {name}  {one_line(what, 70)}")
+        for name, tool in box.tools.items():
+            what = one_line(tool["description"], 70)
+            self.say(f"  {'[x]' if name in box.names else '[ ]'} {name}  {what}")
         if box.names and not self.conversation.protocol.applies_template:
             self.say(NO_RAW_TOOLS)
 
@@ -5134,12 +5052,12 @@ def make_toolbox(args, settings, view):
     if args.yes:
         permit = lambda name: "y"
     toolbox = Toolbox([], commands, settings["commandTimeout"], hidden, permit)
-    names, known = set(settings["tools"]), [*toolbox.known(), "all", "none"]
+    names, known = set(settings["tools"]), [*toolbox.tools, "all", "none"]
     for name in names.difference(known):
         hint, where = did_you_mean(name, known), settings.source("tools")
         raise MMError("config", f"{where}: no tool is called {one_line(name, 40)}{hint}: "
                                 f"{', '.join(known)}")
-    toolbox.names = [name for name in toolbox.known() if name in names or "all" in names]
+    toolbox.names = [name for name in toolbox.tools if name in names or "all" in names]
     return toolbox
 
 
