@@ -3842,6 +3842,7 @@ def load_session(path):
     rows = read_bytes(path, "session").split(b"\n")  # at LF only: U+2028 is text
     about = {}
     history = []
+    damaged = []
     notes = []
     for number, row in enumerate(rows, 1):
         if not row.strip():
@@ -3856,7 +3857,10 @@ def load_session(path):
                 for key in item.keys() & {"provider", "model", "url", "system"}:
                     about[key] = str(item[key])
         except (AttributeError, KeyError, TypeError, ValueError):
-            notes.append(f"{where}: line {number} cannot be read, and was skipped")
+            damaged.append(str(number))
+    if damaged:
+        lines = one_line(", ".join(damaged), 60)
+        notes.append(f"{where}: skipped what cannot be read: line {lines}")
     last = history[-1] if history else {"role": "assistant"}
     answered = last["role"] == "assistant" and "tool_calls" not in last
     if not answered and not last["content"].startswith(SUMMED_UP):
@@ -3867,7 +3871,8 @@ def load_session(path):
 def stored_message(item):
     """A line of a session file, if it is a message. Raises KeyError, TypeError or ValueError."""
     is_known = item["role"] in ("user", "assistant") or "tool_call_id" in item
-    if not is_known or not isinstance(item["content"], str):
+    is_whole = all(call.keys() >= {"id", "name", "arguments"} for call in item.get("tool_calls", []))
+    if not is_known or not is_whole or not isinstance(item["content"], str):
         raise ValueError
     return item
 
