@@ -509,7 +509,7 @@ HINTS = (
      "rate_limited", "the account has no credit left: see its billing", ""),
     ((429,), r"", "rate_limited", "wait a little, or choose another model", "busy"),
     ((502, 504, *range(520, 525)), r"",
-     "server", "the server behind {host} did not answer: is it running?", "busy"),
+     "server", "the server behind {url} did not answer: is it running?", "busy"),
     ((503,), r"", "server", "the server is busy or not ready", "busy"),
     ((0,), r"", "server", "", "stream"),
     ((), r"", "server", "", ""),
@@ -586,8 +586,7 @@ def explain(status, body, backend, url, wait=None):
     if field:
         again = "field"
 
-    advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url,
-                           host=urlsplit(url).netloc)
+    advice = advice.format(**{**backend.advice(), "url": url})
     message = compose(message, f"HTTP {status}" if status else "", advice)
     return MMError(kind, message, again, wait, field, int(window))
 
@@ -648,7 +647,7 @@ EXCEPTIONS = (
      "{url} is not a URL that can be asked: {reason}", ""),
     ("BadStatusLine|LineTooLong|UnknownProtocol", "protocol",
      "what answers at {url} does not speak HTTP: check the URL's port", "stream"),
-    ("", "interrupted", "the connection was cut before the server answered ({reason})", "stream"),
+    ("", "interrupted", "the connection to {url} was cut before an answer came ({reason})", "stream"),
 )
 
 
@@ -667,9 +666,7 @@ def explain_exception(error, backend, proxy, answered):
     if proxy and re.search(UNDIALLED, names):
         names = "ProxyError"
     reason = getattr(chain[-1], "strerror", None) or chain[-1]
-    words = {"url": show_url(backend.url), "host": urlsplit(backend.url).hostname,
-             "proxy": show_url(proxy), "reason": one_line(reason, 200),
-             "start": backend.start_advice(), "container": backend.container_advice()}
+    words = {**backend.advice(), "proxy": show_url(proxy), "reason": one_line(reason, 200)}
     for pattern, kind, message, again in EXCEPTIONS:
         if re.search(pattern, names):
             return MMError(kind, message.format(**words), again)
@@ -700,7 +697,7 @@ LLAMA_PROPS = "/props?model={model}&autoload=false"
 PROVIDERS = {
     # url, fallback     base URLs; the others are asked when the first does not answer
     # local             it runs on the user's own machines: found by itself, its first model is used, thinking may go back to it
-    # apiKeyEnv         the variable that holds its key
+    # apiKeyEnv         the variable that holds its key, where it is not MM_API_KEY
     # fields            optional fields that its requests take; one that is refused is left out from then on
     # thinking          how it is told to think or not
     # start, get        how it is started, how a model is got
@@ -719,7 +716,7 @@ PROVIDERS = {
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
         "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "local": True, "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
         "streamsCalls": True,
         "echo": "reasoning_content", "limit": {},
         "start": "docker desktop enable model-runner --tcp {port}", "get": "docker model pull {model}",
@@ -729,7 +726,7 @@ PROVIDERS = {
         "url": "http://localhost:8080/v1",
         "fallback": ["http://localhost:9931/v1",  # where newer builds listen
                      "http://host.docker.internal:8080/v1", "http://host.docker.internal:9931/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "local": True, "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
         "streamsCalls": True,
         "echo": "reasoning_content", "render": "/apply-template", "limit": {},
         "start": "llama-server -m MODEL.gguf --port {port}", "get": "it has the models that --models lists",
@@ -739,21 +736,21 @@ PROVIDERS = {
     },
     "ollama": {
         "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT, "echo": "reasoning",
+        "local": True, "fields": USAGE, "thinking": EFFORT, "echo": "reasoning",
         "start": "OLLAMA_HOST=localhost:{port} ollama serve", "get": "ollama pull {model}",
         "window": [("/api/ps", "models.[].context_length")],
     },
     "vllm": {
         "url": "http://localhost:8000/v1", "fallback": ["http://host.docker.internal:8000/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": BOTH_SWITCHES, "echo": "reasoning",
+        "local": True, "fields": USAGE, "thinking": BOTH_SWITCHES, "echo": "reasoning",
         "start": "vllm serve MODEL --port {port}", "get": "it has the model it was started with (--models)",
         "window": [("models", "data.[].max_model_len")],
     },
     "lmstudio": {
         "url": "http://localhost:1234/v1", "fallback": ["http://host.docker.internal:1234/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT, "echo": "reasoning_content",
+        "local": True, "fields": USAGE, "thinking": EFFORT, "echo": "reasoning_content",
         "start": "lms server start --port {port}", "get": "lms get {model}",
-        "window": [("/api/v1/models", "models.[].loaded_instances.0.config.context_length"),
+        "window": [("/api/v1/models", "models.[].loaded_instances.[].config.context_length"),
                    ("/api/v0/models", "data.[].loaded_context_length")],
     },
     "openai": {
@@ -773,10 +770,14 @@ PROVIDERS = {
 }
 # A server of which only a URL is known: nothing optional is sent, so that the strictest one takes
 # the request.
-PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
-         "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
+PLAIN = {"window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"),
+                    ("models", "data.[].context_length")]}
+# the port of a URL tells which server it is, where none is named
+PORTS = {12434: "dmr", 8080: "llamacpp", 9931: "llamacpp", 11434: "ollama", 8000: "vllm",
+         1234: "lmstudio"}
 ENTRY_DEFAULTS = {
-    "fallback": [], "local": False, "fields": {}, "thinking": {}, "start": "", "get": "", "window": [], "tools": (),
+    "url": "", "fallback": [], "apiKeyEnv": "MM_API_KEY", "local": False,
+    "fields": {}, "thinking": {}, "start": "", "get": "mm --models lists what it has", "window": [], "tools": (),
     "echo": "reasoning_content", "insists": "", "streamsCalls": False, "render": "", "keeps": (), "limit": {"max_tokens": 2048},
     "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
 
@@ -831,40 +832,34 @@ def need_requests():
     return requests
 
 
-def adapter_for(connection, proxy):
-    """requests' HTTPAdapter, but the socket that urllib3 makes for it is shown to a Connection.
+def adapter_for(connection):
+    """requests' HTTPAdapter, but each socket that urllib3 makes for it is shown to a Connection.
 
     An adapter has a manager of pools, and one for each proxy; a pool makes urllib3's connections,
-    and those make their socket in _new_conn. A pool for SOCKS goes its own way.
+    and those make their socket in _new_conn.
     """
     from requests.adapters import HTTPAdapter
-    from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
     def shown(pool_class):
-        def make_connection(*args, **kwargs):
-            made = pool_class.ConnectionCls(*args, **kwargs)
-            dial = made._new_conn
-            made._new_conn = lambda: connection.hold(dial())
-            return made
+        class Pool(pool_class):
+            def _new_conn(self):
+                made = super()._new_conn()
+                dial = made._new_conn
+                made._new_conn = lambda: connection.hold(dial())
+                return made
+        return Pool
 
-        def make_pool(*args, **kwargs):
-            pool = pool_class(*args, **kwargs)
-            pool.ConnectionCls = make_connection
-            return pool
-        return make_pool
+    def watched(manager):
+        pools = manager.pool_classes_by_scheme
+        manager.pool_classes_by_scheme = {scheme: shown(pools[scheme]) for scheme in pools}
+        return manager
 
-    adapter = HTTPAdapter()
-    pools = {"http": shown(HTTPConnectionPool), "https": shown(HTTPSConnectionPool)}
-    adapter.poolmanager.pool_classes_by_scheme = pools
-    if proxy and not proxy.lower().startswith("socks"):
-        manager_for = adapter.proxy_manager_for
+    class Adapter(HTTPAdapter):
+        def proxy_manager_for(self, *args, **kwargs):
+            return watched(super().proxy_manager_for(*args, **kwargs))
 
-        def proxy_manager_for(*args, **kwargs):
-            manager = manager_for(*args, **kwargs)
-            manager.pool_classes_by_scheme = pools
-            return manager
-
-        adapter.proxy_manager_for = proxy_manager_for
+    adapter = Adapter()
+    watched(adapter.poolmanager)
     return adapter
 
 
@@ -888,7 +883,7 @@ def open_session(connection, url):
     if not is_near(urlsplit(url).hostname or ""):
         session.proxies = requests.utils.get_environ_proxies(url)
         proxy = requests.utils.select_proxy(url, session.proxies) or ""
-    adapter = adapter_for(connection, proxy)
+    adapter = adapter_for(connection)
     session.mount("http://", adapter)
     session.mount("https://", adapter)
     return session, proxy
@@ -1007,16 +1002,17 @@ def first_good(asked, accept):
 def model_ids(status, data):
     """The ids of a model list, those that are loaded and chat first; None if it is no model list.
     """
-    entries = data.get("data", "") if isinstance(data, dict) and status == 200 else ""
-    if not isinstance(entries, (list, type(None))):
+    entries = data.get("data", 0) if status == 200 and isinstance(data, dict) else 0
+    if entries is None:  # Ollama without models says data: null
+        return []
+    if not isinstance(entries, list):
         return None
-    entries = [entry for entry in entries or []  # Ollama without models says data: null
-               if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    entries = [entry for entry in entries if isinstance(dig(entry, "id"), str)]
 
     def rank(entry):
-        state = entry.get("status")  # of llama.cpp's router
-        unloaded = isinstance(state, dict) and state.get("value") == "unloaded"
-        return unloaded, "embed" in entry["id"].lower()
+        # llama.cpp's router tells what is loaded
+        is_unloaded = dig(entry, "status.value") == "unloaded"
+        return is_unloaded, "embed" in entry["id"].lower()
 
     return [clean(entry["id"]) for entry in sorted(entries, key=rank)]
 
@@ -1035,7 +1031,7 @@ def same_model(a, b):
 
 class Backend:
     """A server that is ready to be asked: name, url (a base URL), query, model, key; `entry` is its
-    row of PROVIDERS.
+    row of PROVIDERS, `address` its URL in parts.
 
     plain: it has no such row, as only its URL is known.
     """
@@ -1044,6 +1040,7 @@ class Backend:
         self.name, self.plain, self.model, self.key = name or "server", not name, model, key
         self.entry = {**ENTRY_DEFAULTS, **entry}
         self.url, self.query = base_url(url or self.entry["url"])
+        self.address = urlsplit(self.url)
 
     def endpoint(self, path):
         """The URL of a path below the base URL; below the server's root if it begins with "/"."""
@@ -1054,6 +1051,15 @@ class Backend:
         if self.query:
             url += ("&" if "?" in path else "?") + self.query
         return url
+
+    def take_key(self):
+        """Takes the key that the server's variable holds. Raises MMError("config")."""
+        variable = self.entry["apiKeyEnv"]
+        self.key = os.environ.get(variable, "").strip()
+        odd = re.search("[^!-~]", self.key)
+        if odd:
+            raise MMError("config", f"${variable}: character {odd.start() + 1} of the key is one "
+                          "that an HTTP header cannot carry: copy the key anew")
 
     def headers(self):
         """Identity, since a compressed stream comes in lumps; a local server gets a dummy key, as
@@ -1075,29 +1081,31 @@ class Backend:
         """`text` without the key, and without what a URL can hold that is secret, however a server
         echoes them. A dummy key (none, ollama) is no secret, and can stand in any sentence.
         """
-        parts = urlsplit(self.url)
-        for secret in (self.key, parts.password or parts.username, self.query):
+        login = self.address.password or self.address.username
+        for secret in (self.key, login, self.query):
             if secret and not re.fullmatch("[A-Za-z_-]{1,12}", secret):
                 text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
         return text
 
-    def key_advice(self):
-        variable = self.entry.get("apiKeyEnv") or "MM_API_KEY"
-        return f"the key came from ${variable}" if self.key else f"no key was sent: set ${variable}"
-
-    def get_advice(self):
-        return (self.entry["get"] or "mm --models lists what it has").format(model=self.model)
-
-    def start_advice(self):
-        start = self.entry["start"].format(port=urlsplit(self.url).port or 80)
-        advice = f"start it with `{start}`" if start else "is it running, and is the URL right?"
-        return advice + self.container_advice()
-
-    def container_advice(self):
-        host = urlsplit(self.url).hostname or ""
-        if not in_container() or not is_near(host) or host.endswith(".docker.internal"):
-            return ""
-        return "; inside a container, localhost is the container: the host is host.docker.internal"
+    def advice(self):
+        """What the messages of section 2 can say of this server: {place in the message: words}."""
+        variable, start = self.entry["apiKeyEnv"], self.entry["start"]
+        container = ""
+        if in_container() and self.address.hostname in ("localhost", "127.0.0.1", "::1"):
+            container = "; inside a container, localhost is the container: " \
+                        "the host is host.docker.internal"
+        start_it = "is it running, and is the URL right?"
+        if start:
+            start_it = f"start it with `{start.format(port=self.address.port or 80)}`"
+        return {
+            "url": show_url(self.url),
+            "host": self.address.hostname,
+            "key": f"the key came from ${variable}" if self.key
+                   else f"no key was sent: set ${variable}",
+            "get": self.entry["get"].format(model=self.model or "MODEL"),
+            "start": start_it + container,
+            "container": container,
+        }
 
 
 def in_container():
@@ -1116,152 +1124,138 @@ def base_url(text):
     8080, box:8080, box -> http://box[:8080]/v1 · api.example.com -> https://api.example.com/v1 · a
     slash too many goes, and so does the /chat/completions of a whole endpoint.
     """
-    url = text.strip()
-    if re.fullmatch(r":?\d{2,5}(/.*)?", url):  # a port alone
-        url = "localhost:" + url.lstrip(":")
+    url = re.sub(r"^:?(\d{2,5}(/|$))", r"localhost:\1", text.strip())  # a port alone
     if "://" not in url:
-        host = re.split(r"[/:?]", url.lstrip("["))[0]
-        has_port = re.match(r"\[|[^/?]*:\d", url)
-        local = has_port or is_near(host) or re.fullmatch(r"[^.]*|[\d.]+", host)
-        url = ("http://" if local else "https://") + url
+        host = re.match(r"[^/?]*", url).group()
+        # a port, a name without a dot, an address: a server on one's own net
+        is_local = re.search(r":\d|^[^.]*$|^[\d.]+$", host) or is_near(host)
+        url = ("http://" if is_local else "https://") + url
     try:
+        if not re.fullmatch(r"(?i)https?://[^\s/]\S*", url):
+            raise ValueError
         parts = urlsplit(url)
-        good = parts.scheme.lower() in ("http", "https") and parts.hostname
         parts.port  # raises when it is no port
     except ValueError:
-        good = False
-    if not good or re.search(r"\s", url):
         shown = re.sub(r"//[^/]*@", "//***@", url.partition("?")[0])
-        raise MMError("config", f"{one_line(shown, 80)} is not an http(s) URL")
-    path = re.sub(r"/+", "/", parts.path).rstrip("/")
-    path = re.sub(r"/(chat/completions|completions|models)$", "", path)
-    return urlunsplit((parts.scheme.lower(), parts.netloc, path or "/v1", "", "")), parts.query
+        raise MMError("config", f"{one_line(shown, 80)} is not an http(s) URL") from None
+    path = re.sub(r"/+", "/", parts.path)
+    path = re.sub(r"(/chat/completions|/completions|/models)?/?$", "", path, count=1)
+    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}", parts.query
 
 
 # -- which server is used, and which model
 
 def provider_table(settings):
-    """PROVIDERS with the config's own entries and overrides. Raises MMError("config")."""
+    """PROVIDERS with the config's own entries and overrides, each entry with all its columns.
+    Raises MMError("config").
+    """
     table = dict(PROVIDERS)
     for name, own in settings["providers"].items():
         where = f"{settings.source('providers')}.{name}"
-        like = own.get("like", name)
-        if like not in PROVIDERS and "like" in own:
-            raise MMError("config", f"{where}.like: no provider is called {one_line(like, 40)}: "
-                          + ", ".join(PROVIDERS))
-        table[name] = {**PROVIDERS.get(like, PLAIN), **own}
+        if "like" in own:
+            check_provider(own["like"], PROVIDERS, f"{where}.like")
+        entry = PROVIDERS.get(own.get("like", name), PLAIN)
         if "url" in own:
-            blaming(f"{where}.url", base_url, own["url"])
-            # another machine's fallback is no fallback
-            table[name]["fallback"] = own.get("fallback", [])
-        if not table[name]["url"]:
+            entry = {**entry, "fallback": []}  # another machine's fallback is no fallback
+        table[name] = {**entry, **own}
+        if "url" not in table[name]:
             raise MMError("config", f"{where}: wants a url, or `like: NAME`")
-    return table
+    return {name: {**ENTRY_DEFAULTS, **entry} for name, entry in table.items()}
 
 
-def named_backend(settings, environ=os.environ):
-    """-> (Backend, [notices]) of the server that is named by a provider or a URL, or (None, []). No
-    server is asked.
+def check_provider(name, table, source):
+    if name not in table:
+        raise MMError("config", f"{source}: no provider is called {one_line(name, 40)}"
+                      f"{did_you_mean(name, table)}: {', '.join(table)}")
 
-    Raises MMError("config").
+
+def candidates(settings, say):
+    """-> [Backend]: the servers that may be meant, the best one first. No server is asked.
+
+    A provider or a URL that is named is one server, tried at its fallback URLs too. Else it is any
+    local server, the hosts of containers last. say: hears what a person should know. Raises
+    MMError("config").
     """
-    table, notices = provider_table(settings), []
-    name, url = settings["provider"].strip(), settings["url"].strip()
-    if name and name not in table:
-        raise MMError("config", f"{settings.source('provider')}: no provider is called "
-                      f"{one_line(name, 40)}{did_you_mean(name, table)}: {', '.join(table)}")
-    if name and settings.source("url") == "$MM_BASE_URL" and \
-            settings.source("provider") != "$MM_PROVIDER":
-        # or the provider's key, and a conversation held with it, would go there
-        notices.append(f"{settings.source('provider')} {name} puts $MM_BASE_URL aside")
-        url = ""
-    if not name and not url:
-        return None, []
-    if url and not name:
-        # The port tells which server it is, of mm's own alone: a key that the config names for
-        # another must not follow its port to any host.
-        port = urlsplit(blaming(settings.source("url"), base_url, url)[0]).port
-        ports = {urlsplit(place).port: name for name, entry in PROVIDERS.items()
-                 for place in [entry["url"], *entry.get("fallback", [])]}
-        name = ports[port] if port in ports and port else ""
-        table = PROVIDERS
-    entry = table[name] if name else PLAIN
+    table = provider_table(settings)
+    name, url = settings["provider"], settings["url"]
+    if name:
+        check_provider(name, table, settings.source("provider"))
+        is_for_another = settings.source("provider") != "$MM_PROVIDER"
+        if is_for_another and settings.source("url") == "$MM_BASE_URL":
+            # or the provider's key, and a conversation held with it, would go there
+            say(f"{settings.source('provider')} {name} puts $MM_BASE_URL aside")
+            url = ""
+        return at_its_urls(name, table[name], url)
     if url:
-        entry = {**entry, "fallback": []}
-    return with_key(Backend(name, entry, url), environ), notices
+        # of mm's own alone: a key that the config names for another must not follow its port to
+        # any host
+        name = PORTS.get(urlsplit(base_url(url)[0]).port, "")
+        return at_its_urls(name, PROVIDERS.get(name, PLAIN), url)
+    servers = []
+    for name, entry in table.items():
+        if entry["local"]:
+            servers += at_its_urls(name, entry)
+    return sorted(servers, key=lambda server: ".docker.internal" in server.url)
 
 
-def resolve(settings, environ=os.environ, needs_model=True, named=None):
-    """-> (Backend, [notices]). Looks for local servers when none is named, and for a model on the
-    server when none is.
+def at_its_urls(name, entry, url=""):
+    """[Backend] at a URL that is named, else at each of an entry."""
+    urls = [url] if url else [entry["url"], *entry["fallback"]]
+    return [Backend(name, entry, one) for one in urls]
 
-    named: what named_backend() gave, where it was called already. Raises MMError: config, or what
+
+def resolve(settings, servers, say, needs_model=True):
+    """-> the Backend that is used, of candidates(), with its key and its model.
+
+    say: hears which server and model are used where none was named. Raises MMError: config, or what
     the search for a server or a model ended with.
     """
-    backend, notices = named or named_backend(settings, environ)
-    ids = None
-    if not backend or backend.entry["fallback"]:
-        backend, ids = answering(backend, provider_table(settings), environ, notices)
-    own_url = PROVIDERS.get(backend.name, PLAIN)["url"]
-    is_hosted = not backend.entry["local"] and backend.url == own_url
+    is_named = settings["provider"] or settings["url"]
+    backend, ids = servers[0], None
+    if len(servers) > 1 or not is_named:
+        backend, ids = answering(servers, is_named)
+    if backend is not servers[0] or not is_named:
+        say(f"using {backend.name} at {show_url(backend.url)}")
+    backend.take_key()  # a key goes to none of them before one is chosen
+    mm_own = PROVIDERS.get(backend.name, ENTRY_DEFAULTS)
+    is_hosted = not backend.entry["local"] and backend.url == mm_own["url"]
     if is_hosted and needs_model and not backend.key:
         raise MMError("config", f"{backend.name} wants a key: set ${backend.entry['apiKeyEnv']}")
-    backend.model = settings["model"].strip() or backend.entry["model"]
+    backend.model = settings["model"] or backend.entry["model"]
     if needs_model and not backend.model:
         backend.model = first_model(backend, ids)
-        notices.append(f"using the model {backend.model}")
-    return backend, notices
-
-
-def with_key(backend, environ):
-    """The Backend with the key that its variable holds. Raises MMError("config")."""
-    variable = backend.entry.get("apiKeyEnv") or ""
-    backend.key = environ.get(variable, "").strip()
-    odd = re.search("[^!-~]", backend.key)
-    if odd:
-        raise MMError("config", f"${variable}: character {odd.start() + 1} of the key is one that "
-                      "an HTTP header cannot carry: copy the key anew")
+        say(f"using the model {backend.model}")
     return backend
 
 
-def answering(named, table, environ, notices):
-    """The first server that answers, of all that may be meant, asked side by side.
+def answering(servers, is_named):
+    """-> (the first of the servers that answers, its model ids, None if not told).
 
-    named: the Backend that was named, and so tried at its fallback URLs too; None for any local
-    server that lists a model, the hosts of containers last. -> (Backend, its model ids, None if not
-    told).
+    Of servers that nobody named, it is the first that lists a model, else one that wants a key.
     """
-    if named:
-        candidates = [named] + [Backend(named.name, named.entry, url, key=named.key)
-                                for url in named.entry["fallback"]]
-    else:
-        # a key goes to none of them before one is chosen
-        candidates = [Backend(name, entry, url)
-                      for name, entry in table.items() if entry.get("local")
-                      for url in [entry["url"], *entry.get("fallback", [])]]
-        candidates.sort(key=lambda backend: ".docker.internal" in backend.url)
+    def lists_a_model(status, data):
+        return bool(model_ids(status, data))
 
-    def is_meant(status, data):
-        return status > 0 if named else bool(model_ids(status, data))
+    def wants_a_key(status, data):
+        return status in (401, 403)
 
-    asked = [(backend, "models") for backend in candidates]
-    found = first_good(asked, is_meant)
-    if not found and not named:
-        found = first_good(asked, lambda status, data: status in (401, 403))
-    if found:
-        backend = with_key(candidates[found[0]], environ)
-        if backend is not named:
-            notices.append(f"using {backend.name} at {show_url(backend.url)}")
-        return backend, model_ids(*found[1:])
-    if named:
-        return named, None
-    ports = {backend.name: urlsplit(backend.entry["url"]).port for backend in candidates}
+    def answers(status, data):
+        return status > 0
+
+    asked = [(server, "models") for server in servers]
+    for accept in [answers] if is_named else [lists_a_model, wants_a_key]:
+        found = first_good(asked, accept)
+        if found:
+            index, status, data = found
+            return servers[index], model_ids(status, data)
+    if is_named:
+        return servers[0], None
+    tried = dict.fromkeys(f"{server.name} :{server.address.port or 80}" for server in servers)
     start = "start one, such as `llama-server -m MODEL.gguf`"
     if in_container():
         start = "in a container, start one on the host"
-    raise MMError("unreachable", "no model server answers here ("
-                  + ", ".join(f"{name} :{port}" for name, port in ports.items())
-                  + f"): {start}, or name one with --url or -p; mm --demo needs none")
+    raise MMError("unreachable", f"no model server answers here ({', '.join(tried)}): {start}, "
+                  "or name one with --url or -p; mm --demo needs none")
 
 
 def takes_first_model(backend):
@@ -1271,64 +1265,59 @@ def takes_first_model(backend):
 
 def first_model(backend, ids):
     """The model to use where none is named. ids: those of the server's list, None if not asked."""
-    if ids is None and takes_first_model(backend):
-        status, data = ask_models(backend)
-        ids = model_ids(status, data)
-        if ids is None:
-            raise no_models_error(backend, status, data)
-    if ids:
-        return ids[0]
-    if ids == [] and backend.entry["local"]:
-        get = backend.entry["get"].format(model="MODEL")
-        raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: {get}")
-    own = "" if backend.name in PROVIDERS else ", or local: true in the config: then its first is used"
-    raise MMError("config", "no model is named: say -m MODEL "
-                  f"(mm --models lists those of {backend.name}){own}")
+    if not takes_first_model(backend):
+        raise MMError("config", "no model is named: say -m MODEL "
+                                f"(mm --models lists those of {backend.name})")
+    ids = ids or ask_models(backend)[0]
+    if not ids:
+        raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: "
+                      + backend.advice()["get"])
+    return ids[0]
 
 
 def ask_models(backend):
-    """-> (status, model list) or (0, MMError)."""
+    """-> (the model ids that a server lists, the page with the list). Raises MMError where it gives
+    none.
+    """
+    where = show_url(backend.endpoint("models"))
     found = first_good([(backend, "models")], lambda status, data: True)
-    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and gave no model "
-                   f"list within {PROBE_SECONDS:g} s: is it busy? (-m MODEL needs none)")
-    return found[1:] if found else (0, slow)
-
-
-def no_models_error(backend, status, data):
-    """MMError for a server that gave no model list but this (see ask_models)."""
-    if not status and data.kind == "interrupted":
-        message = compose(f"{show_url(backend.url)}: {data.message}", "", backend.start_advice())
-        return MMError("unreachable", message)
+    if not found:
+        raise MMError("unreachable", f"{where} took the connection and gave no model list within "
+                      f"{PROBE_SECONDS:g} s: is it busy? (-m MODEL needs none)")
+    _, status, data = found
     if not status:
-        return data
-    where, code = show_url(backend.endpoint("models")), f"HTTP {status}"
-    if status in (401, 403):
-        refuses = "refuses the key" if backend.key else "wants a key"
-        return MMError("auth", compose(f"{where} {refuses}", code, backend.key_advice()))
-    advice = "is the URL right (most end in /v1)?"
-    return MMError("not_found", compose(f"{where} gives no model list", code, advice))
+        raise data
+    ids = model_ids(status, data)
+    if ids is None:
+        kind, advice = "not_found", "is the URL right (most end in /v1)?"
+        if status in (401, 403):
+            kind, advice = "auth", backend.advice()["key"]
+        raise MMError(kind, f"{where} gives no model list (HTTP {status}): {advice}")
+    return ids, data
 
 
 # -- what a server says of itself
 
-def dig(data, path, model):
+def dig(data, path, model=""):
     """What stands at a dotted path in JSON, or None. [] is the list's entry for `model`, or its
     only one.
     """
-    for key in path.split("."):
-        if key == "[]":
-            entries = [e for e in data if isinstance(e, dict)] if isinstance(data, list) else []
-            data = entries[0] if len(entries) == 1 else None
-            for entry in entries:
-                names = (entry.get(key, "") for key in ("id", "model", "name", "key", "Model"))
-                if any(same_model(str(name), model) for name in names):
-                    data = entry
-                    break
-        elif isinstance(data, list) and key.isdigit():
-            data = data[int(key)] if int(key) < len(data) else None
-        else:
-            data = data.get(key) if isinstance(data, dict) else None
-    return data
+    try:
+        for key in path.split("."):
+            data = entry_for(data, model) if key == "[]" else data[key]
+        return data
+    except (TypeError, KeyError, AttributeError):  # the page is none of that kind
+        return None
+
+
+def entry_for(entries, model):
+    if len(entries) == 1:
+        return entries[0]
+    for entry in entries:
+        names = [str(entry.get(key)) for key in ("id", "model", "name", "key", "Model")]
+        if any(same_model(name, model) for name in names):
+            return entry
+    return None
 
 
 def unknown_model(backend, ids):
@@ -1350,12 +1339,13 @@ def probe(backend):
     models: [ids] or None; fault: an MMError where there are none; window: the context it serves in
     tokens, or 0; tools: whether the model's template takes tools, or None where that is not told.
     """
-    status, data = ask_models(backend)
-    about = {"models": model_ids(status, data), "fault": None, "window": 0, "tools": None}
-    if about["models"] is None:
-        about["fault"] = no_models_error(backend, status, data)
+    about = {"models": None, "fault": None, "window": 0, "tools": None}
+    pages = {}
+    try:
+        about["models"], pages["models"] = ask_models(backend)
+    except MMError as error:
+        about["fault"] = error
         return about
-    pages = {"models": data}
 
     def read(path, keys):
         if path not in pages:
@@ -1365,8 +1355,7 @@ def probe(backend):
     for path, keys in backend.entry["window"]:
         about["window"] = about["window"] or as_int(read(path, keys))
     if backend.entry["tools"]:
-        tools = read(*backend.entry["tools"])
-        about["tools"] = tools if isinstance(tools, bool) else None
+        about["tools"] = read(*backend.entry["tools"])
     return about
 
 
@@ -3438,7 +3427,7 @@ class Conversation:
         """unknown_model() by the list of a server of one's own, which is asked for it; else ""."""
         if not takes_first_model(self.backend):
             return ""
-        return unknown_model(self.backend, model_ids(*ask_models(self.backend)))
+        return unknown_model(self.backend, probe(self.backend)["models"])
 
     def what_of_the_model(self, served):
         """A notice where a server has answered by another model than the one that was named."""
@@ -5120,7 +5109,7 @@ def resumed(args, settings, view):
 def make_toolbox(args, settings, view):
     """The tools that are offered. Raises MMError("config") for one that there is not."""
     commands = check_commands(settings["commands"], settings.source("commands"))
-    hidden = {entry.get("apiKeyEnv") for entry in provider_table(settings).values()}
+    hidden = {entry["apiKeyEnv"] for entry in provider_table(settings).values()}
     permit = view.permit if args.attended and view.side.terminal else None
     if args.yes:
         permit = lambda name: "y"
@@ -5181,7 +5170,7 @@ def check(backend, settings, view):
         model = models[0]
     elif backend.model and unknown_model(backend, models):
         model += " (not in the server's list)"
-    key = backend.entry.get("apiKeyEnv") or "MM_API_KEY"
+    key = backend.entry["apiKeyEnv"]
     tools = "the model's template takes them" if answer["tools"] else "not told"
     fault, count = answer["fault"], len(models)
     rows = {
@@ -5233,6 +5222,9 @@ def show_template(path, view):
 
 def run(args, view):
     """Carries out a parsed command line; -> exit code. Raises MMError."""
+    def say(message):
+        tell(view, message)
+
     if args.template_of:
         return show_template(args.template_of, view)
     if args.sessions:
@@ -5248,11 +5240,14 @@ def run(args, view):
     path, history = resumed(args, settings, view)
     sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
     need_requests()  # or a pipe would be read in vain
-    named = start_demo() if args.demo else named_backend(settings)
+    servers = [] if args.demo else candidates(settings, say)
     looks = args.check or args.models
     question = "" if looks else question_of(args, view)
-    backend, notices = resolve(settings, needs_model=not looks, named=named)
-    tell(view, *notices)
+    if args.demo:
+        backend, notices = start_demo()
+        tell(view, *notices)
+    else:
+        backend = resolve(settings, servers, say, needs_model=not looks)
     if args.check:
         return check(backend, settings, view)
     if args.models:
