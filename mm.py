@@ -61,9 +61,9 @@ __version__ = "0.1.0"
 if __name__ == "__main__" and sys.argv[1:] == ["--version"]:
     try:
         os.write(1, f"mm {__version__}\n".encode())
+        os._exit(0)
     except OSError:
-        os._exit(1)
-    os._exit(0)
+        pass  # the usual way ends in a line that says why
 
 import signal
 
@@ -4938,7 +4938,14 @@ def parser():
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            raise MMError("config", f"{message} (mm --help)")
+            words = message.split()
+            options = [name for action in self._actions for name in action.option_strings]
+            hint = did_you_mean(words[-1], options) if words[0] == "unrecognized" else ""
+            raise MMError("config", f"{message}{hint} (mm --help)")
+
+        def _print_message(self, message, file=None):
+            sys.stdout.write(message)
+            sys.stdout.flush()
 
     def layout(prog):
         return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30)

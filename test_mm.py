@@ -3551,6 +3551,19 @@ def test_a_full_disk_is_one_line(serve, run_mm, option):
     assert result.code == 1 and result.err.count("\n") == 1 and "No space" in result.err
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("option", ["--help", "--version"])
+@pytest.mark.parametrize("redirect", [">&-", ">/dev/full"])
+def test_help_and_version_that_cannot_be_written_are_one_line(run_mm, option, redirect):
+    result = run_mm(option, redirect=redirect)
+    assert result.code == 1 and result.err.count("\n") == 1 and "cannot be written" in result.err
+
+
+def test_a_misspelt_option_is_named_with_the_one_that_is_like_it(run_mm):
+    result = run_mm("--modle", "m", "hi")
+    assert result.code == 2 and result.err.count("\n") == 1 and "--modle (did you mean --model?)" in result.err
+
+
 def test_stats_are_a_line_after_the_answer(serve, run_mm):
     figures = usage(prompt_tokens=3412, completion_tokens=90, prompt_tokens_details={"cached_tokens": 3390})
     result = run_mm(*at(serve(stream(chunk("ok") + STOP + figures))), "--stats", "hi")
