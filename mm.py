@@ -1153,7 +1153,7 @@ def provider_table(settings):
     for name, own in settings["providers"].items():
         where = f"{settings.source('providers')}.{name}"
         if "like" in own:
-            check_provider(own["like"], PROVIDERS, f"{where}.like")
+            check_name(own["like"], PROVIDERS, "provider", f"{where}.like")
         entry = PROVIDERS.get(own.get("like", name), PLAIN)
         if "url" in own:
             entry = {**entry, "fallback": []}  # another machine's fallback is no fallback
@@ -1163,10 +1163,11 @@ def provider_table(settings):
     return {name: {**ENTRY_DEFAULTS, **entry} for name, entry in table.items()}
 
 
-def check_provider(name, table, source):
-    if name not in table:
-        raise MMError("config", f"{source}: no provider is called {one_line(name, 40)}"
-                      f"{did_you_mean(name, table)}: {', '.join(table)}")
+def check_name(name, known, kind, source):
+    """Raises MMError("config") for a name that is none of the known ones."""
+    if name not in known:
+        raise MMError("config", f"{source}: no {kind} is called {one_line(name, 40)}"
+                      f"{did_you_mean(name, known)}: {', '.join(known)}")
 
 
 def candidates(settings, say):
@@ -1179,7 +1180,7 @@ def candidates(settings, say):
     table = provider_table(settings)
     name, url = settings["provider"], settings["url"]
     if name:
-        check_provider(name, table, settings.source("provider"))
+        check_name(name, table, "provider", settings.source("provider"))
         is_for_another = settings.source("provider") != "$MM_PROVIDER"
         if is_for_another and settings.source("url") == "$MM_BASE_URL":
             # or the provider's key, and a conversation held with it, would go there
@@ -1322,9 +1323,10 @@ def entry_for(entries, model):
 
 def unknown_model(backend, ids):
     """What to say of a model that is not in a server's list, or ""."""
-    if not ids or any(same_model(name, backend.model) for name in ids):
+    name = backend.model
+    if not name or not ids or any(same_model(one, name) for one in ids):
         return ""
-    return f"{backend.model} is not among the server's models{did_you_mean(backend.model, ids)}"
+    return f"{name} is not among the server's models{did_you_mean(name, ids)}"
 
 
 def fetch_page(backend, path, *body):
@@ -5033,29 +5035,28 @@ def question_of(args, view):
     """The question: its words, files and piped text. Raises MMError("config") where there is none,
     unless a conversation follows.
     """
-    parts = [args.question] + [fenced(path, view) for path in args.file]
+    texts = {path: fenced(path) for path in args.file}
     if not args.interactive:
-        parts.append(piped_text(view))
-    question = "\n\n".join(filter(str.strip, parts))
+        texts["standard input"] = piped_text(view)
+    for name, text in texts.items():
+        if "\ufffd" in text:
+            tell(view, f"{name} is not all UTF-8 text: what could not be read is \ufffd now")
+    question = "\n\n".join(filter(str.strip, [args.question, *texts.values()]))
     if not question and not args.interactive:
         raise MMError("config", 'there is no question: mm "your question", or pipe one in '
                                 "(mm --help)")
     return question
 
 
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text of that encoding begins
-
-
-def fenced(path, view):
+def fenced(path):
     """A file of text, named, between fences that are longer than any in it."""
     raw = read_bytes(path, "-f")
-    unreadable_bytes = raw.decode("utf-8", "replace").count("\ufffd") + raw.count(b"\0")
-    if unreadable_bytes > max(10, len(raw) // 20) and raw[:2] not in UTF_16:
-        raise MMError("config", f"-f {readable(path)}: this is no text ({len(raw):,} bytes)")
-    text = as_text(raw, path, view).rstrip()
-    longest = max(map(len, re.findall(r"`+", text)), default=0)
+    text, name = as_text(raw).rstrip(), readable(path)
+    if text.count("\ufffd") > max(10, len(raw) // 20):
+        raise MMError("config", f"-f {name}: this is no text ({len(raw):,} bytes)")
+    longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{readable(path)}:\n{fence}\n{text}\n{fence}"
+    return f"{name}:\n{fence}\n{text}\n{fence}"
 
 
 def piped_text(view):
@@ -5071,18 +5072,15 @@ def piped_text(view):
         return ""  # nohup hands over one that cannot be read
     if len(raw) > MOST_TEXT:
         raise MMError("config", f"standard input is larger than {MOST_TEXT >> 20} MiB")
-    return as_text(raw, "standard input", view).rstrip("\n")
+    return as_text(raw).rstrip("\n")
 
 
-def as_text(raw, name, view):
-    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if they begin so. What is neither is
-    replaced, with a notice.
+def as_text(raw):
+    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if they begin so. What is neither becomes
+    U+FFFD.
     """
-    encoding = "utf-16" if raw[:2] in UTF_16 else "utf-8-sig"
-    text = raw.decode(encoding, "replace").replace("\0", "\ufffd")
-    if "\ufffd" in text:
-        tell(view, f"{name} is not all UTF-8 text: what could not be read is \ufffd now")
-    return text
+    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    return raw.decode(encoding, "replace").replace("\0", "\ufffd")
 
 
 # -- the conversation
@@ -5121,12 +5119,10 @@ def make_toolbox(args, settings, view):
     if args.yes:
         permit = lambda name: "y"
     toolbox = Toolbox([], commands, settings["commandTimeout"], hidden, permit)
-    names, known = set(settings["tools"]), [*toolbox.known(), "all", "none"]
-    for name in names.difference(known):
-        hint, where = did_you_mean(name, known), settings.source("tools")
-        raise MMError("config", f"{where}: no tool is called {one_line(name, 40)}{hint}: "
-                                f"{', '.join(known)}")
-    toolbox.names = [name for name in toolbox.known() if name in names or "all" in names]
+    wanted, known = settings["tools"], toolbox.known()
+    for name in wanted:
+        check_name(name, [*known, "all", "none"], "tool", settings.source("tools"))
+    toolbox.names = [name for name in known if name in wanted or "all" in wanted]
     return toolbox
 
 
@@ -5171,23 +5167,19 @@ def without_effect(conversation, asks_server):
 
 def check(backend, settings, view):
     """--check: what would be used and whether it answers; -> exit code."""
-    answer, model = probe(backend), backend.model or "none named: -m MODEL"
-    models = answer["models"] or []
-    if models and not backend.model and takes_first_model(backend):
-        model = models[0]
-    elif backend.model and unknown_model(backend, models):
-        model += " (not in the server's list)"
-    key = backend.entry["apiKeyEnv"]
-    tools = "the model's template takes them" if answer["tools"] else "not told"
-    fault, count = answer["fault"], len(models)
+    about = probe(backend)
+    fault, models = about["fault"], about["models"] or []
+    if models and takes_first_model(backend):
+        backend.model = backend.model or models[0]
+    tools = "the model's template takes them" if about["tools"] else "not told"
     rows = {
         "provider": backend.name,
         "url": show_url(backend.url),
-        "model": model,
-        "key": f"{'from' if backend.key else 'none in'} ${key}",
-        "answers": f"no: {fault.message}" if fault else f"yes, {count} model{'s' * (count != 1)}",
-        "context": f"{answer['window']:,} tokens" if answer["window"] else "not told",
-        "tools": no_tools_reason(backend, answer["tools"]) or tools,
+        "model": unknown_model(backend, models) or backend.model or "none named: -m MODEL",
+        "key": backend.advice()["key"],
+        "answers": f"no: {fault.message}" if fault else f"yes, {len(models)} model(s)",
+        "context": f"{about['window']:,} tokens" if about["window"] else "not told",
+        "tools": no_tools_reason(backend, about["tools"]) or tools,
         "config": settings.file or "none",
     }
     print_rows([f"{name:<9} {value}" for name, value in rows.items()], view)

@@ -4195,7 +4195,7 @@ def test_check_says_what_would_be_used_and_whether_it_answers(serve, run_mm, tmp
     server = serve(models=["m", "n"])
     result = run_mm("--check", "--url", server.url, "--config", "c.yaml")
     assert result.code == 0 and not server.posts
-    assert all(token in result.out for token in (server.url, "n", "2 models", "c.yaml", "MM_API_KEY"))
+    assert all(token in result.out for token in (server.url, "n", "2 model", "c.yaml", "MM_API_KEY"))
     server.close()
     result = run_mm("--check", "--url", server.url, "-m", "zzz")
     assert result.code == 1 and server.url in result.out and "zzz" in result.out
