@@ -337,9 +337,9 @@ class Settings:
             return read[str(value).lower()] if isinstance(read, dict) else read(value)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             # a map could hold a key, and a variable's name could be one
-            is_hidden = isinstance(value, (dict, list)) or kind == "variable"
-            shown = "what stands there" if is_hidden else f"'{one_line(value, 60)}'"
-            self.faults.append(f"{source}: wants {wanted}, not {shown}")
+            is_shown = isinstance(value, str) and kind != "variable"
+            shown = f", not '{one_line(value, 60)}'" if is_shown else ""
+            self.faults.append(f"{source}: wants {wanted}{shown}")
 
     def read_map(self, data, kinds, prefix):
         """{key: value} of a map in the config file, each value as its kind in `kinds` wants it.
@@ -347,8 +347,7 @@ class Settings:
         prefix: what stands before the key where a line names it.
         """
         if not isinstance(data, dict):
-            where = prefix.rstrip(".: ")
-            self.faults.append(f"{where}: wants keys and values, such as `model: qwen3`")
+            self.faults.append(f"{prefix} wants keys and values, such as `model: qwen3`")
             return {}
         values = {}
         for key, value in data.items():
@@ -365,18 +364,19 @@ class Settings:
 
     def take_file(self, named_by):
         """Takes the config file's values. Raises MMError("config") where it cannot be read."""
-        data = blaming(self.file, parse_config, read_bytes(self.file, named_by))
-        values = self.read_map(data, FILE_KEYS, f"{self.file}: ")
-        self.values.update(values)
-        self.sources.update({key: f"{self.file}: {key}" for key in values})
-        for name, entry in (values.get("providers") or {}).items():
-            prefix = f"{self.source('providers')}.{name}."
-            self["providers"][name] = self.read_map(entry, PROVIDER_KEYS, prefix)
+        where = f"{self.file}: "
+        data = parse_config(read_bytes(self.file, named_by), where)
+        for key, value in self.read_map(data, FILE_KEYS, where).items():
+            self.values[key], self.sources[key] = value, where + key
+        providers = self["providers"] or {}
+        for name, entry in providers.items():
+            providers[name] = self.read_map(entry, PROVIDER_KEYS, f"{where}providers.{name}.")
 
 
 def load_settings(options, config="", environ=os.environ):
     """The settings of a run. options: {key: value} from the command line; config: --config's value.
 
+    A blank option counts as not given, but for `-s ""`, which drops the config's system prompt.
     Raises MMError("config") with one line per fault. (A session that is resumed comes later, in
     section 14.)
     """
@@ -388,8 +388,9 @@ def load_settings(options, config="", environ=os.environ):
         from_environment = environ.get(variable, "").strip()
         if from_environment:
             settings.put(key, from_environment, f"${variable}")
-        if options.get(key) is not None:
-            settings.put(key, options[key], "".join(re.findall("--[a-z-]+", option)))
+        value = options.get(key)
+        if value is not None and (str(value).strip() or key == "system"):
+            settings.put(key, value, "".join(re.findall("--[a-z-]+", option)))
     if settings.faults:
         raise MMError("config", "\n".join(settings.faults))
     return settings
@@ -434,40 +435,34 @@ def home():
         return path or os.devnull
 
 
-def blaming(where, function, *arguments):
-    """function(*arguments), its MMError beginning with where the fault stands."""
-    try:
-        return function(*arguments)
-    except MMError as error:
-        raise MMError(error.kind, f"{where}: {error.message}") from None
-
-
-def parse_config(raw):
-    """The data in a config file's bytes, JSON or YAML; YAML's scalars stay text. Raises MMError."""
+def parse_config(raw, where):
+    """The data in a config file's bytes, JSON or YAML; YAML's scalars stay text. Raises MMError,
+    its message beginning with `where`.
+    """
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise MMError("config", f"line {line}: not UTF-8 text") from None
+        raise MMError("config", f"{where}line {line}: not UTF-8 text") from None
     try:
         return read_json(text.strip() or "{}")  # first, as YAML forbids the tabs that JSON allows
     except ValueError as error:
-        return parse_yaml(text, error)
+        return parse_yaml(text, where, error)
 
 
-def parse_yaml(text, json_error):
+def parse_yaml(text, where, json_error):
     try:
         import yaml
         return yaml.load(text, Loader=yaml.BaseLoader) or {}
     except ImportError:
-        raise MMError("config", f"this is no JSON ({json_error}), and YAML needs PyYAML: "
+        raise MMError("config", f"{where}this is no JSON ({json_error}), and YAML needs PyYAML: "
                                 f"{sys.executable} -m pip install pyyaml") from None
     except yaml.MarkedYAMLError as error:  # its own text quotes the line, which may hold a key
         line = error.problem_mark.line + 1
         problem = error.problem.replace("character '\\t'", "a tab")
-        raise MMError("config", f"line {line}: {problem}") from None
+        raise MMError("config", f"{where}line {line}: {problem}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise MMError("config", one_line(error)) from None
+        raise MMError("config", where + one_line(error)) from None
 
 
 # ==================================================================================================
@@ -4847,7 +4842,7 @@ def start_demo():
     server.handle_error = lambda *_: None  # the question was withdrawn
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    return Backend("demo", {"model": "scripted"}, url), ["--demo: a script answers, not a model"]
+    return Backend("demo", {}, url, "scripted"), ["--demo: a script answers, not a model"]
 
 
 def replay(path, settings):
@@ -4940,9 +4935,7 @@ def parser():
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            words = message.split()
-            options = [name for action in self._actions for name in action.option_strings]
-            hint = did_you_mean(words[-1], options) if words[0] == "unrecognized" else ""
+            hint = did_you_mean(message.split()[-1], self._option_string_actions)
             raise MMError("config", f"{message}{hint} (mm --help)")
 
         def _print_message(self, message, file=None):
@@ -4997,15 +4990,6 @@ def parsed(argv):
     return args
 
 
-def settings_of(args):
-    """The settings of a run. A blank option counts as not given, but for `-s ""`, which drops the
-    config's system prompt.
-    """
-    given = {key: value for key, value in vars(args).items()
-             if str(value).strip() or key == "system"}
-    return load_settings(given, args.config)
-
-
 def sampling_options(pairs):
     """-o KEY=VALUE pairs as a dict; dots nest, VALUE is JSON if it parses. Raises
     MMError("config").
@@ -5024,23 +5008,18 @@ def sampling_options(pairs):
     return out
 
 
-def tell(view, *notices):
-    for message in notices:
-        view.show(notice(message))
-
-
 # -- the question
 
-def question_of(args, view):
+def question_of(args, say):
     """The question: its words, files and piped text. Raises MMError("config") where there is none,
     unless a conversation follows.
     """
     texts = {path: fenced(path) for path in args.file}
     if not args.interactive:
-        texts["standard input"] = piped_text(view)
+        texts["standard input"] = piped_text(say)
     for name, text in texts.items():
         if "\ufffd" in text:
-            tell(view, f"{name} is not all UTF-8 text: what could not be read is \ufffd now")
+            say(f"{name} is not all UTF-8 text: what could not be read is \ufffd now")
     question = "\n\n".join(filter(str.strip, [args.question, *texts.values()]))
     if not question and not args.interactive:
         raise MMError("config", 'there is no question: mm "your question", or pipe one in '
@@ -5059,13 +5038,13 @@ def fenced(path):
     return f"{name}:\n{fence}\n{text}\n{fence}"
 
 
-def piped_text(view):
+def piped_text(say):
     """What was piped into mm, or "" when stdin is a terminal, closed or empty."""
     import select
     if sys.stdin.isatty():
         return ""
     if not select.select([sys.stdin], [], [], 2.0)[0]:
-        tell(view, "waiting for the end of standard input (`< /dev/null` if none is meant)")
+        say("waiting for the end of standard input (`< /dev/null` if none is meant)")
     try:
         raw = sys.stdin.buffer.read(MOST_TEXT + 1)
     except OSError:
@@ -5085,28 +5064,29 @@ def as_text(raw):
 
 # -- the conversation
 
-def resumed(args, settings, view):
+def resumed(args, settings, say):
     """-> (the resumed session's path or "", its history). What it remembers becomes a setting,
     unless an option says otherwise.
     """
-    if not args.resume.strip() and not args.last:
+    if not args.resume and not args.last:
         return "", []
-    path = find_session(args.resume.strip())
+    path = find_session(args.resume)
     about, history, damage = load_session(path)
+    last = "nothing"
+    for message in history:
+        if message["role"] == "user":
+            last = one_line(message["content"], 60)
     source = f"session {session_id(path)}"
-    questions = [message["content"] for message in history if message["role"] == "user"]
-    last = one_line(questions[-1], 60) if questions else "nothing"
-    tell(view, f"{source}, {len(history)} messages; asked last: {last}", *damage)
-    chosen = {key for key in about if settings.is_option(key)}
+    say(f"{source}, {len(history)} messages; asked last: {last}", *damage)
     server = settings["provider"] if settings.is_option("provider") else ""
     if settings.is_option("url"):
         server = show_url(base_url(settings["url"])[0])
     if server:
-        chosen |= {"provider", "url"}
         if server != (about.get("url") or about.get("provider")):
-            chosen.add("model")  # the one that it remembers is another server's
+            about["model"] = ""  # the one that it remembers is another server's
+        about.update(provider="", url="")
     for key, value in about.items():
-        if value and key not in chosen:
+        if value and not settings.is_option(key):
             settings.put(key, value, source)
     return path, history
 
@@ -5126,7 +5106,7 @@ def make_toolbox(args, settings, view):
     return toolbox
 
 
-def make_session(settings, backend, view, path):
+def make_session(settings, backend, say, path):
     """The Session of a conversation; path: of the one that is resumed, or ""."""
     about = {
         "provider": "" if backend.plain else backend.name,
@@ -5134,8 +5114,8 @@ def make_session(settings, backend, view, path):
         "url": show_url(backend.url) if settings["url"] else "",
         "system": settings["system"],
     }
-    session = Session(about, lambda message: tell(view, message), path)
-    if path and any(settings.is_option(key) for key in ("provider", "model", "url")):
+    session = Session(about, say, path)
+    if path:
         session.record(about)
     return session
 
@@ -5204,7 +5184,7 @@ def show_replay(path, settings, view):
     return code
 
 
-def show_template(path, view):
+def show_template(path, view, say):
     """--template-of: the template on stdout, and what mm makes of it beside it."""
     template, form, end = template_of(path)
     note = f"template: {form or 'none of ' + ', '.join(TEMPLATES)}"
@@ -5213,7 +5193,7 @@ def show_template(path, view):
     if THINK in template:
         note += " · it knows <think> (thinkTags: true has the block opened in the prompt)"
     print_rows([template.rstrip("\n")], view)
-    tell(view, note)
+    say(note)
     return 0
 
 
@@ -5221,31 +5201,33 @@ def show_template(path, view):
 
 def run(args, view):
     """Carries out a parsed command line; -> exit code. Raises MMError."""
-    def say(message):
-        tell(view, message)
+    def say(*messages):
+        for message in messages:
+            view.show(notice(message))
 
     if args.template_of:
-        return show_template(args.template_of, view)
+        return show_template(args.template_of, view, say)
     if args.sessions:
         return print_rows(session_lines(), view)
-    settings = settings_of(args)
+    settings = load_settings(vars(args), args.config)
     if not args.json or settings.is_option("showThinking"):  # a program asks for its own
         view.hide = not settings["showThinking"]
     if args.replay:
         return show_replay(args.replay, settings, view)
     if args.interactive and view.out.terminal:
         view.side = view.out  # all on one screen
-    tell(view, *settings.notices)
-    path, history = resumed(args, settings, view)
+    say(*settings.notices)
+    path, history = resumed(args, settings, say)
     sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
     need_requests()  # or a pipe would be read in vain
-    servers = [] if args.demo else candidates(settings, say)
-    looks = args.check or args.models
-    question = "" if looks else question_of(args, view)
     if args.demo:
         backend, notices = start_demo()
-        tell(view, *notices)
+        say(*notices)
     else:
+        servers = candidates(settings, say)
+    looks = args.check or args.models
+    question = "" if looks else question_of(args, say)
+    if not args.demo:
         backend = resolve(settings, servers, say, needs_model=not looks)
     if args.check:
         return check(backend, settings, view)
@@ -5254,13 +5236,13 @@ def run(args, view):
     backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
     session = None
     if settings["save"] and not args.demo:
-        session = make_session(settings, backend, view, path)
+        session = make_session(settings, backend, say, path)
     conversation = Conversation(
         backend, settings, toolbox, session and session.record, session,
         restartable=args.json or sys.stdout.isatty(), end_thinking=args.attended,
         tap=open_tap(args.tap))
     conversation.history += history
-    tell(view, *without_effect(conversation, asks_server=not args.interactive))
+    say(*without_effect(conversation, asks_server=not args.interactive))
     if args.interactive:
         typed = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
         return Repl(conversation, view, session, typed).run(question)
@@ -5287,19 +5269,18 @@ def prepare_imports():
 
 def prepare_streams():
     """Opens the streams that the caller has closed; output never raises for a character."""
-    # /dev/full fails, as any output that cannot be written should
-    full = "/dev/full" if os.path.exists("/dev/full") else os.devnull
-    for name, path, mode in (("stdin", os.devnull, "r"), ("stdout", full, "w"),
-                             ("stderr", os.devnull, "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(path, mode))
-        # a parent can hand over a pipe that does not block: a write would lose what does not fit
-        os.set_blocking(getattr(sys, name).fileno(), True)
+    sys.stdin = sys.stdin or open(os.devnull)
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    # it fails, as any output that cannot be written should
+    sys.stdout = sys.stdout or open(os.devnull)
     # Python's own sign of the C locale, which mostly means that none is set: UTF-8 is meant
     encoding = "utf-8" if sys.stdout.errors == "surrogateescape" else None
     sys.stdin.reconfigure(errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding=encoding, errors="replace")
+        # a parent can hand over a pipe that does not block: a write would lose what does not fit
+        os.set_blocking(stream.fileno(), True)
+    os.set_blocking(sys.stdin.fileno(), True)
 
 
 def answered(argv, out, side):
@@ -5349,7 +5330,7 @@ def main():
     except OSError as error:  # of writing the output: all else is told where it is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own last flush is quiet
         if not isinstance(error, BrokenPipeError):
-            side.say(f"mm: the output cannot be written: {error.strerror}\n")
+            side.say(f"mm: the output cannot be written: {error.strerror or error}\n")
         return 1
     except Exception as error:  # a fault of mm's own, which a traceback would not mend for its user
         side.say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")
