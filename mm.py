@@ -427,12 +427,12 @@ def xdg_home(variable, default, environ=os.environ):
 
 def home():
     """The user's folder; for a container's user without one, a path below which nothing can be."""
-    path = os.environ.get("HOME", "").strip()
     try:
         import pwd
-        return path or pwd.getpwuid(os.getuid()).pw_dir
+        known = pwd.getpwuid(os.getuid()).pw_dir
     except (ImportError, KeyError):
-        return path or os.devnull
+        known = os.devnull
+    return os.environ.get("HOME", "").strip() or known
 
 
 def parse_config(raw, where):
@@ -577,7 +577,7 @@ def explain(status, body, backend, url, wait=None):
         wait = number_in(text, "retryDelay") or 1.0  # Gemini's
     if again == "busy" and wait > LONGEST_WAIT:
         advice, again = f"it asks to be left alone for {round(wait / 60):,} minutes", ""
-    field = refused_field(backend, message) if status in (400, 422) and not again else ""
+    field = backend.refused_field(message) if status in (400, 422) and not again else ""
     if field:
         again = "field"
 
@@ -599,14 +599,6 @@ def find_hint(status, message, text):
     for statuses, pattern, *hint in HINTS:
         if (status in statuses or not statuses) and re.search(pattern, words):
             return hint
-
-
-def refused_field(backend, message):
-    """The optional field of a request that a server's message refuses, or ""."""
-    for name, pattern in backend.refusal_looks():
-        if re.search(pattern, message):
-            return name
-    return ""
 
 
 def compose(message, code, advice):
@@ -821,10 +813,10 @@ def need_requests():
     """
     try:
         import requests
+        return requests
     except (ImportError, OSError) as error:  # OSError: in mm.pyz, no place for the certificates
         raise MMError("config", f"mm needs the package requests ({one_line(error, 200)}): "
                       f"{sys.executable} -m pip install requests, or uv run mm.py") from None
-    return requests
 
 
 def adapter_for(connection):
@@ -870,24 +862,21 @@ def open_session(connection, url):
     session.trust_env = False
     # as curl, uv and requests read them; the last one that is set counts
     for name in ("SSL_CERT_DIR", "SSL_CERT_FILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
-        if os.environ.get(name):
-            session.verify = os.environ[name]
-            if not os.path.exists(session.verify):
-                raise MMError("config", f"${name} names {session.verify}, which is not there")
+        path = os.environ.get(name)
+        if path and not os.path.exists(path):
+            raise MMError("config", f"${name} names {path}, which is not there")
+        session.verify = path or session.verify
     proxy = ""
     if not is_near(urlsplit(url).hostname or ""):
         session.proxies = requests.utils.get_environ_proxies(url)
         proxy = requests.utils.select_proxy(url, session.proxies) or ""
-    adapter = adapter_for(connection)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
+    session.adapters["http://"] = session.adapters["https://"] = adapter_for(connection)
     return session, proxy
 
 
 def is_near(host):
     """Loopback and Docker's own names: never through a proxy."""
-    return host == "localhost" or host.endswith((".localhost", ".docker.internal")) or host == "::1" or \
-        re.fullmatch(r"127(\.\d+){1,3}", host) is not None
+    return bool(re.fullmatch(r"(.*\.)?localhost|.*\.docker\.internal|::1|127(\.\d+){1,3}", host))
 
 
 def body_pieces(raw):
@@ -1065,12 +1054,15 @@ class Backend:
             headers["Authorization"] = f"Bearer {self.key or 'none'}"
         return headers
 
-    def refusal_looks(self):
-        """(name, what a refusal of it looks like) of each optional request field."""
-        for name in self.entry["fields"]:
-            yield name, rf"\b{name}\b"
-        for name in self.entry["thinking"].get("off", {}):
-            yield name, rf"\b{name}\b|does not support thinking"
+    def refused_field(self, message):
+        """The optional field of a request that a server's message refuses, or ""."""
+        switches = self.entry["thinking"].get("off", {})
+        for name in [*self.entry["fields"], *switches]:
+            if re.search(rf"\b{name}\b", message):
+                return name
+        if "does not support thinking" in message:
+            return next(iter(switches), "")
+        return ""
 
     def redact(self, text):
         """`text` without the key, and without what a URL can hold that is secret, however a server
@@ -1084,21 +1076,20 @@ class Backend:
 
     def advice(self):
         """What the messages of section 2 can say of this server: {place in the message: words}."""
-        variable, start = self.entry["apiKeyEnv"], self.entry["start"]
+        host, variable = self.address.hostname, self.entry["apiKeyEnv"]
         container = ""
-        if in_container() and self.address.hostname in ("localhost", "127.0.0.1", "::1"):
+        if in_container() and host in ("localhost", "127.0.0.1", "::1"):
             container = "; inside a container, localhost is the container: " \
                         "the host is host.docker.internal"
-        start_it = "is it running, and is the URL right?"
-        if start:
-            start_it = f"start it with `{start.format(port=self.address.port or 80)}`"
+        start = self.entry["start"].format(port=self.address.port or 80)
+        start = f"start it with `{start}`" if start else "is it running, and is the URL right?"
         return {
             "url": show_url(self.url),
-            "host": self.address.hostname,
+            "host": host,
             "key": f"the key came from ${variable}" if self.key
                    else f"no key was sent: set ${variable}",
             "get": self.entry["get"].format(model=self.model or "MODEL"),
-            "start": start_it + container,
+            "start": start + container,
             "container": container,
         }
 
@@ -1229,29 +1220,22 @@ def answering(servers, is_named):
 
     Of servers that nobody named, it is the first that lists a model, else one that wants a key.
     """
-    def lists_a_model(status, data):
-        return bool(model_ids(status, data))
-
-    def wants_a_key(status, data):
-        return status in (401, 403)
-
-    def answers(status, data):
-        return status > 0
+    def accept(status, data):
+        return status > 0 if is_named else bool(model_ids(status, data))
 
     asked = [(server, "models") for server in servers]
-    for accept in [answers] if is_named else [lists_a_model, wants_a_key]:
-        found = first_good(asked, accept)
-        if found:
-            index, status, data = found
-            return servers[index], model_ids(status, data)
+    found = first_good(asked, accept)
+    if not found and not is_named:
+        found = first_good(asked, lambda status, data: status in (401, 403))
+    if found:
+        index, status, data = found
+        return servers[index], model_ids(status, data)
     if is_named:
         return servers[0], None
     tried = dict.fromkeys(f"{server.name} :{server.address.port or 80}" for server in servers)
-    start = "start one, such as `llama-server -m MODEL.gguf`"
-    if in_container():
-        start = "in a container, start one on the host"
-    raise MMError("unreachable", f"no model server answers here ({', '.join(tried)}): {start}, "
-                  "or name one with --url or -p; mm --demo needs none")
+    where = "on the host of this container" if in_container() else "here"
+    raise MMError("unreachable", f"no model server answers ({', '.join(tried)}): start one "
+                  f"{where}, or name one with --url or -p; mm --demo needs none")
 
 
 def takes_first_model(backend):
@@ -5132,13 +5116,14 @@ def without_effect(conversation, asks_server):
 
     asks_server: whether the server is asked if it takes tools (the REPL asks it anyway).
     """
-    backend, tools = conversation.backend, conversation.toolbox.names
+    backend = conversation.backend
     if not conversation.protocol.applies_template and not backend.entry["template"]:
         yield "no template is named for the raw prompts: chatml is used (template in the config)"
-    asks_server = asks_server and tools and backend.entry["tools"]
-    reason = no_tools_reason(backend, probe(backend)["tools"] if asks_server else None)
-    if tools and reason:
-        yield reason
+    if conversation.toolbox.names:
+        is_asked = asks_server and backend.entry["tools"]
+        reason = no_tools_reason(backend, probe(backend)["tools"] if is_asked else None)
+        if reason:
+            yield reason
     if not can_switch_thinking(conversation):
         yield NO_SWITCH
 
