@@ -682,76 +682,117 @@ BOTH_SWITCHES = {  # Qwen's templates read enable_thinking, DeepSeek's and Grani
 LLAMA_PROPS = "/props?model={model}&autoload=false"
 
 PROVIDERS = {
-    # url, fallback     base URLs; the others are asked when the first does not answer
-    # local             it runs on the user's own machines: found by itself, its first model is used, thinking may go back to it
-    # apiKeyEnv         the variable that holds its key, where it is not MM_API_KEY
-    # fields            optional fields that its requests take; one that is refused is left out from then on
-    # thinking          how it is told to think or not
-    # start, get        how it is started, how a model is got
-    # A page of the server is a path below the base URL, or below the server's root if it begins with "/"; keys lead to a value in
-    # it, dots between them, [] for the list's entry of the model in use ("data.[].meta.n_ctx"):
-    # window            pages that tell the context it serves, which can be less than the model was trained for
-    # tools             page that tells whether the model's template takes tools; where not, they are ignored without an error
-    # streamsCalls      it sends a call's arguments as they are written, not in one piece after a long silence
+    # url, fallback  base URLs; the others are asked when the first does not answer
+    # local          it runs on the user's own machines: it is found by itself, its first model is
+    #                used, thinking may go back to it
+    # apiKeyEnv      the variable that holds its key, where it is not MM_API_KEY
+    # fields         optional fields that its requests take; one that is refused is left out from
+    #                then on
+    # thinking       how it is told to think or not
+    # start, get     how it is started, how a model is got
+    # streamsCalls   it sends a call's arguments as they are written, not in one piece after a long
+    #                silence
+    # A page of the server is a path below the base URL, or below the server's root if it begins
+    # with "/". Keys lead to a value in it, dots between them; [] is the entry of a list that is for
+    # the model in use ("data.[].meta.n_ctx"):
+    # window         pages that tell the context it serves, which can be less than the model was
+    #                trained for
+    # tools          page that tells whether the model's template takes tools; where it does not,
+    #                they are ignored without an error
     # For thinking that is sent back (section 6):
-    # echo              the field of a message that it is read from
-    # insists           the field without which it takes no calls of its own back, asked for or not
-    # render            page that shows the prompt that messages become
-    # keeps             page that tells whether the template keeps all thinking of a history
+    # echo           the field of a message that it is read from
+    # insists        the field without which it takes no calls of its own back, asked for or not
+    # render         page that shows the prompt that messages become
+    # keeps          page that tells whether the template keeps all thinking of a history
     # For raw prompts (section 7):
-    # limit             how more is asked for than the 16 tokens at which OpenAI's protocol cuts an answer; {}: it cuts none
+    # limit          how more is asked for than the 16 tokens at which OpenAI's protocol cuts an
+    #                answer; {}: it cuts none
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
-        "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
-        "local": True, "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "fallback": ["http://host.docker.internal:12434/engines/v1",
+                     "http://model-runner.docker.internal/engines/v1"],
+        "local": True,
+        "fields": LLAMA_FIELDS,
+        "thinking": TEMPLATE_SWITCH,
+        "start": "docker desktop enable model-runner --tcp {port}",
+        "get": "docker model pull {model}",
         "streamsCalls": True,
-        "echo": "reasoning_content", "limit": {},
-        "start": "docker desktop enable model-runner --tcp {port}", "get": "docker model pull {model}",
-        "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
+        "window": [("/engines/_configure?model={model}", "[].Config.context-size"),
+                   ("models", "data.[].dmr.context_window")],
+        "limit": {},
     },
     "llamacpp": {
         "url": "http://localhost:8080/v1",
         "fallback": ["http://localhost:9931/v1",  # where newer builds listen
                      "http://host.docker.internal:8080/v1", "http://host.docker.internal:9931/v1"],
-        "local": True, "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "local": True,
+        "fields": LLAMA_FIELDS,
+        "thinking": TEMPLATE_SWITCH,
+        "start": "llama-server -m MODEL.gguf --port {port}",
+        "get": "it has the models that --models lists",
         "streamsCalls": True,
-        "echo": "reasoning_content", "render": "/apply-template", "limit": {},
-        "start": "llama-server -m MODEL.gguf --port {port}", "get": "it has the models that --models lists",
-        "window": [("models", "data.[].meta.n_ctx"), (LLAMA_PROPS, "default_generation_settings.n_ctx")],
+        "window": [("models", "data.[].meta.n_ctx"),
+                   (LLAMA_PROPS, "default_generation_settings.n_ctx")],
         "tools": (LLAMA_PROPS, "chat_template_caps.supports_tools"),
+        "render": "/apply-template",
         "keeps": (LLAMA_PROPS, "chat_template_caps.supports_preserve_reasoning"),
+        "limit": {},
     },
     "ollama": {
-        "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
-        "local": True, "fields": USAGE, "thinking": EFFORT, "echo": "reasoning",
-        "start": "OLLAMA_HOST=localhost:{port} ollama serve", "get": "ollama pull {model}",
+        "url": "http://localhost:11434/v1",
+        "fallback": ["http://host.docker.internal:11434/v1"],
+        "local": True,
+        "fields": USAGE,
+        "thinking": EFFORT,
+        "start": "OLLAMA_HOST=localhost:{port} ollama serve",
+        "get": "ollama pull {model}",
         "window": [("/api/ps", "models.[].context_length")],
+        "echo": "reasoning",
     },
     "vllm": {
-        "url": "http://localhost:8000/v1", "fallback": ["http://host.docker.internal:8000/v1"],
-        "local": True, "fields": USAGE, "thinking": BOTH_SWITCHES, "echo": "reasoning",
-        "start": "vllm serve MODEL --port {port}", "get": "it has the model it was started with (--models)",
+        "url": "http://localhost:8000/v1",
+        "fallback": ["http://host.docker.internal:8000/v1"],
+        "local": True,
+        "fields": USAGE,
+        "thinking": BOTH_SWITCHES,
+        "start": "vllm serve MODEL --port {port}",
+        "get": "it has the model it was started with (--models)",
         "window": [("models", "data.[].max_model_len")],
+        "echo": "reasoning",
     },
     "lmstudio": {
-        "url": "http://localhost:1234/v1", "fallback": ["http://host.docker.internal:1234/v1"],
-        "local": True, "fields": USAGE, "thinking": EFFORT, "echo": "reasoning_content",
-        "start": "lms server start --port {port}", "get": "lms get {model}",
+        "url": "http://localhost:1234/v1",
+        "fallback": ["http://host.docker.internal:1234/v1"],
+        "local": True,
+        "fields": USAGE,
+        "thinking": EFFORT,
+        "start": "lms server start --port {port}",
+        "get": "lms get {model}",
         "window": [("/api/v1/models", "models.[].loaded_instances.[].config.context_length"),
                    ("/api/v0/models", "data.[].loaded_context_length")],
     },
     "openai": {
-        "url": "https://api.openai.com/v1", "apiKeyEnv": "OPENAI_API_KEY", "fields": USAGE, "thinking": EFFORT,
+        "url": "https://api.openai.com/v1",
+        "apiKeyEnv": "OPENAI_API_KEY",
+        "fields": USAGE,
+        "thinking": EFFORT,
         "streamsCalls": True,
     },
     "deepseek": {
-        "url": "https://api.deepseek.com/v1", "apiKeyEnv": "DEEPSEEK_API_KEY", "fields": USAGE,
-        "insists": "reasoning_content", "streamsCalls": True,
-        "thinking": {"on": {"thinking": {"type": "enabled"}}, "off": {"thinking": {"type": "disabled"}}},
+        "url": "https://api.deepseek.com/v1",
+        "apiKeyEnv": "DEEPSEEK_API_KEY",
+        "fields": USAGE,
+        "thinking": {"on": {"thinking": {"type": "enabled"}},
+                     "off": {"thinking": {"type": "disabled"}}},
+        "streamsCalls": True,
+        "insists": "reasoning_content",
     },
     "openrouter": {
-        "url": "https://openrouter.ai/api/v1", "apiKeyEnv": "OPENROUTER_API_KEY", "fields": USAGE,
-        "thinking": {"on": {"reasoning": {"enabled": True}}, "off": {"reasoning": {"enabled": False}}},
+        "url": "https://openrouter.ai/api/v1",
+        "apiKeyEnv": "OPENROUTER_API_KEY",
+        "fields": USAGE,
+        "thinking": {"on": {"reasoning": {"enabled": True}},
+                     "off": {"reasoning": {"enabled": False}}},
         "window": [("models", "data.[].context_length")],
     },
 }
@@ -763,10 +804,28 @@ PLAIN = {"window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_mo
 PORTS = {12434: "dmr", 8080: "llamacpp", 9931: "llamacpp", 11434: "ollama", 8000: "vllm",
          1234: "lmstudio"}
 ENTRY_DEFAULTS = {
-    "url": "", "fallback": [], "apiKeyEnv": "MM_API_KEY", "local": False,
-    "fields": {}, "thinking": {}, "start": "", "get": "mm --models lists what it has", "window": [], "tools": (),
-    "echo": "reasoning_content", "insists": "", "streamsCalls": False, "render": "", "keeps": (), "limit": {"max_tokens": 2048},
-    "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
+    "url": "",
+    "fallback": [],
+    "local": False,
+    "apiKeyEnv": "MM_API_KEY",
+    "fields": {},
+    "thinking": {},
+    "start": "",
+    "get": "mm --models lists what it has",
+    "streamsCalls": False,
+    "window": [],
+    "tools": (),
+    "echo": "reasoning_content",
+    "insists": "",
+    "render": "",
+    "keeps": (),
+    "limit": {"max_tokens": 2048},
+    "model": "",
+    "sampling": {},
+    "thinkTags": False,
+    "protocol": "chat",
+    "template": "",
+}
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 2.0
