@@ -79,7 +79,7 @@ import queue
 import re
 import threading
 import time
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit
 
 
 # ==================================================================================================
@@ -327,8 +327,8 @@ class Settings:
         return self.source(key).startswith("--")
 
     def put(self, key, value, source):
-        self.values[key] = self.convert(value, SETTINGS[key][0], source)
-        self.sources[key] = source
+        kind = SETTINGS[key][0]
+        self.values[key], self.sources[key] = self.convert(value, kind, source), source
 
     def convert(self, value, kind, source):
         """`value` as its kind wants it; else None, and a fault that begins with the source."""
@@ -373,7 +373,7 @@ class Settings:
             providers[name] = self.read_map(entry, PROVIDER_KEYS, f"{where}providers.{name}.")
 
 
-def load_settings(options, config="", environ=os.environ):
+def load_settings(options, config=""):
     """The settings of a run. options: {key: value} from the command line; config: --config's value.
 
     A blank option counts as not given, but for `-s ""`, which drops the config's system prompt.
@@ -381,13 +381,13 @@ def load_settings(options, config="", environ=os.environ):
     section 14.)
     """
     settings = Settings()
-    settings.file, named_by = config_path(config, environ)
+    settings.file, named_by = config_path(config)
     if settings.file:
         settings.take_file(named_by)
     for key, (_, _, variable, option, _) in SETTINGS.items():
-        from_environment = environ.get(variable, "").strip()
-        if from_environment:
-            settings.put(key, from_environment, f"${variable}")
+        value = from_environment(variable)
+        if value:
+            settings.put(key, value, f"${variable}")
         value = options.get(key)
         if value is not None and (str(value).strip() or key == "system"):
             settings.put(key, value, "".join(re.findall("--[a-z-]+", option)))
@@ -396,30 +396,35 @@ def load_settings(options, config="", environ=os.environ):
     return settings
 
 
-def config_path(option, environ):
+def from_environment(variable):
+    """A variable's value; blank is the same as not set: ""."""
+    return os.environ.get(variable, "").strip()
+
+
+def config_path(option):
     """-> (path, what named it); the path is "" where there is no config file, and one that was
     named must be there.
     """
-    variable = environ.get("MM_CONFIG", "").strip()
     if option.strip():
         return option, "--config"
+    variable = from_environment("MM_CONFIG")
     if variable:
         return os.path.expanduser(variable), "$MM_CONFIG"
     beside = os.path.dirname(os.path.realpath(__file__))
     if os.path.isfile(beside):  # mm.pyz: beside it, not in it
         beside = os.path.dirname(beside)
-    for folder in (beside, xdg_home("XDG_CONFIG_HOME", ".config", environ)):
+    for folder in (beside, xdg_home("XDG_CONFIG_HOME", ".config")):
         path = os.path.join(folder, "config.yaml")
         if os.path.isfile(path):
             return path, "the config file"
     return "", ""
 
 
-def xdg_home(variable, default, environ=os.environ):
+def xdg_home(variable, default):
     """mm's folder below an XDG base directory; a relative or blank value counts as not set (XDG
     base directory spec).
     """
-    base = environ.get(variable, "").strip()
+    base = from_environment(variable)
     if not os.path.isabs(base):
         base = os.path.join(home(), default)
     return os.path.join(base, "mm")
@@ -432,7 +437,7 @@ def home():
         known = pwd.getpwuid(os.getuid()).pw_dir
     except (ImportError, KeyError):
         known = os.devnull
-    return os.environ.get("HOME", "").strip() or known
+    return from_environment("HOME") or known
 
 
 def parse_config(raw, where):
@@ -612,7 +617,7 @@ def compose(message, code, advice):
 def show_url(url):
     """A URL as it may be shown: without a user, password or query, which can hold keys."""
     parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 UNDIALLED = "NewConnectionError|ConnectTimeoutError|NameResolutionError"  # of urllib3
@@ -1090,7 +1095,7 @@ class Backend:
         base = self.url
         if path.startswith("/"):
             base = re.sub(r"(/engines(/llama\.cpp)?)?/v1$", "", base)
-        url = f"{base}/{path.lstrip('/')}".replace("{model}", quoted(self.model))
+        url = f"{base}/{path.lstrip('/')}".replace("{model}", quote(self.model, ""))
         if self.query:
             url += ("&" if "?" in path else "?") + self.query
         return url
@@ -1098,7 +1103,7 @@ class Backend:
     def take_key(self):
         """Takes the key that the server's variable holds. Raises MMError("config")."""
         variable = self.entry["apiKeyEnv"]
-        self.key = os.environ.get(variable, "").strip()
+        self.key = from_environment(variable)
         odd = re.search("[^!-~]", self.key)
         if odd:
             raise MMError("config", f"${variable}: character {odd.start() + 1} of the key is one "
@@ -1155,11 +1160,6 @@ class Backend:
 
 def in_container():
     return os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")
-
-
-def quoted(text):
-    from urllib.parse import quote
-    return quote(text, safe="")
 
 
 def base_url(text):
@@ -5022,7 +5022,7 @@ def parsed(argv):
     can be asked, and can end the thinking.
     """
     # argparse loses what stands behind "--" when options and words mix
-    end = argv.index("--") if "--" in argv else len(argv)
+    end = [*argv, "--"].index("--")
     args = parser().parse_intermixed_args(argv[:end])
     words = readable(" ".join(args.question + argv[end + 1:]))
     args.question = words if words.strip() else ""
@@ -5040,10 +5040,8 @@ def sampling_options(pairs):
     out = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals:
-            raise MMError("config", f"-o {pair}: wants KEY=VALUE")
-        if key in ("model", "messages", "tools", "prompt"):
-            raise MMError("config", f"-o {key}: mm fills it in itself")
+        if not equals or key in ("model", "messages", "tools", "prompt"):
+            raise MMError("config", f"-o {pair}: wants KEY=VALUE, and no KEY that mm fills in")
         field = json_or_text(value)
         for part in reversed(key.split(".")):
             field = {part: field}
@@ -5076,8 +5074,9 @@ def fenced(path):
     text, name = as_text(raw).rstrip(), readable(path)
     if text.count("\ufffd") > max(10, len(raw) // 20):
         raise MMError("config", f"-f {name}: this is no text ({len(raw):,} bytes)")
-    longest = max(map(len, re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = "```"
+    while fence in text:
+        fence += "`"
     return f"{name}:\n{fence}\n{text}\n{fence}"
 
 
@@ -5136,11 +5135,13 @@ def resumed(args, settings, say):
 
 def make_toolbox(args, settings, view):
     """The tools that are offered. Raises MMError("config") for one that there is not."""
-    commands = check_commands(settings["commands"], settings.source("commands"))
-    hidden = {entry["apiKeyEnv"] for entry in provider_table(settings).values()}
-    permit = view.permit if args.attended and view.side.terminal else None
+    permit = None  # a tool that would be asked for is refused
     if args.yes:
         permit = lambda name: "y"
+    elif args.attended and view.side.terminal:
+        permit = view.permit
+    commands = check_commands(settings["commands"], settings.source("commands"))
+    hidden = {entry["apiKeyEnv"] for entry in provider_table(settings).values()}
     toolbox = Toolbox([], commands, settings["commandTimeout"], hidden, permit)
     wanted, known = settings["tools"], toolbox.known()
     for name in wanted:
@@ -5341,7 +5342,6 @@ def answered(argv, out, side):
         return exit_code(event, 1)
     finally:
         view.close()
-        sys.stdout.flush()  # of --help, too
 
 
 def main():

@@ -400,11 +400,13 @@ def fault(function, *args, **kwargs):
 # ======================================================================================================================
 
 @pytest.fixture
-def load(tmp_path):
+def load(tmp_path, monkeypatch):
     """Loads a config file of these bytes; -> Settings."""
     def load(content, options={}, environ={}):
         (tmp_path / "box.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
-        return mm.load_settings(options, str(tmp_path / "box.yaml"), environ)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        return mm.load_settings(options, str(tmp_path / "box.yaml"))
     return load
 
 
@@ -699,11 +701,12 @@ def test_the_config_file_is_looked_for_where_it_may_be_and_never_in_the_current_
         (tmp_path / path).write_text(f"model: {name}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mm, "__file__", str(tmp_path / "elsewhere" / "mm.py"))
-    environ = {name: value.replace("HERE", str(tmp_path)) for name, value in environ.items()}
-    assert mm.load_settings({}, "", environ)["model"] == expected
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value.replace("HERE", str(tmp_path)))
+    assert mm.load_settings({})["model"] == expected
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "config.yaml").write_text("model: beside")
-    assert mm.load_settings({}, "", environ)["model"] == ("named" if expected == "named" else "beside")
+    assert mm.load_settings({})["model"] == ("named" if expected == "named" else "beside")
 
 
 @pytest.mark.parametrize("args, env, tokens", [
