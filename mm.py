@@ -675,7 +675,7 @@ def explain_exception(error, backend, proxy, answered):
 # ==================================================================================================
 
 USAGE = {"stream_options": {"include_usage": True}}
-# the latter is for Protocol.end_thinking()
+# reasoning_control is for Protocol.end_thinking()
 LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}
 EFFORT = {"on": {"reasoning_effort": "medium"}, "off": {"reasoning_effort": "none"}}
 TEMPLATE_SWITCH = {"on": {"chat_template_kwargs": {"enable_thinking": True}},
@@ -1379,13 +1379,13 @@ def probe(backend):
     models: [ids] or None; fault: an MMError where there are none; window: the context it serves in
     tokens, or 0; tools: whether the model's template takes tools, or None where that is not told.
     """
-    about = {"models": None, "fault": None, "window": 0, "tools": None}
+    answer = {"models": None, "fault": None, "window": 0, "tools": None}
     pages = {}
     try:
-        about["models"], pages["models"] = ask_models(backend)
+        answer["models"], pages["models"] = ask_models(backend)
     except MMError as error:
-        about["fault"] = error
-        return about
+        answer["fault"] = error
+        return answer
 
     def read(path, keys):
         if path not in pages:
@@ -1393,10 +1393,10 @@ def probe(backend):
         return dig(pages[path], keys, backend.model)
 
     for path, keys in backend.entry["window"]:
-        about["window"] = about["window"] or as_int(read(path, keys))
+        answer["window"] = answer["window"] or as_int(read(path, keys))
     if backend.entry["tools"]:
-        about["tools"] = read(*backend.entry["tools"])
-    return about
+        answer["tools"] = read(*backend.entry["tools"])
+    return answer
 
 
 # ==================================================================================================
@@ -5192,19 +5192,19 @@ def without_effect(conversation, asks_server):
 
 def check(backend, settings, view):
     """--check: what would be used and whether it answers; -> exit code."""
-    about = probe(backend)
-    fault, models = about["fault"], about["models"] or []
+    answer = probe(backend)
+    fault, models = answer["fault"], answer["models"] or []
     if models and takes_first_model(backend):
         backend.model = backend.model or models[0]
-    tools = "the model's template takes them" if about["tools"] else "not told"
+    tools = "the model's template takes them" if answer["tools"] else "not told"
     rows = {
         "provider": backend.name,
         "url": show_url(backend.url),
         "model": unknown_model(backend, models) or backend.model or "none named: -m MODEL",
-        "key": backend.advice()["key"],
+        "key": f"{'from' if backend.key else 'none in'} ${backend.entry['apiKeyEnv']}",
         "answers": f"no: {fault.message}" if fault else f"yes, {len(models)} model(s)",
-        "context": f"{about['window']:,} tokens" if about["window"] else "not told",
-        "tools": no_tools_reason(backend, about["tools"]) or tools,
+        "context": f"{answer['window']:,} tokens" if answer["window"] else "not told",
+        "tools": no_tools_reason(backend, answer["tools"]) or tools,
         "config": settings.file or "none",
     }
     print_rows([f"{name:<9} {value}" for name, value in rows.items()], view)
@@ -5270,10 +5270,10 @@ def run(args, view):
         say(*notices)
     else:
         servers = candidates(settings, say)
-    looks = args.check or args.models
-    question = "" if looks else question_of(args, say)
+    is_look = args.check or args.models
+    question = "" if is_look else question_of(args, say)
     if not args.demo:
-        backend = resolve(settings, servers, say, needs_model=not looks)
+        backend = resolve(settings, servers, say, needs_model=not is_look)
     if args.check:
         return check(backend, settings, view)
     if args.models:
@@ -5289,8 +5289,8 @@ def run(args, view):
     conversation.history += history
     say(*without_effect(conversation, asks_server=not args.interactive))
     if args.interactive:
-        typed = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
-        return Repl(conversation, view, session, typed).run(question)
+        typed_lines = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
+        return Repl(conversation, view, session, typed_lines).run(question)
     return run_turn(conversation, conversation.ask(question), view)
 
 
