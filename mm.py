@@ -61,9 +61,9 @@ __version__ = "0.1.0"
 if __name__ == "__main__" and sys.argv[1:] == ["--version"]:
     try:
         os.write(1, f"mm {__version__}\n".encode())
+        os._exit(0)
     except OSError:
-        os._exit(1)
-    os._exit(0)
+        pass  # the usual way ends in a line that says why
 
 import signal
 
@@ -78,7 +78,7 @@ import queue
 import re
 import threading
 import time
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit
 
 
 # ==================================================================================================
@@ -336,8 +336,8 @@ class Settings:
         return self.source(key).startswith("--")
 
     def put(self, key, value, source):
-        self.values[key] = self.convert(value, SETTINGS[key][0], source)
-        self.sources[key] = source
+        kind = SETTINGS[key][0]
+        self.values[key], self.sources[key] = self.convert(value, kind, source), source
 
     def convert(self, value, kind, source):
         """`value` as its kind wants it; else None, and a fault that begins with the source."""
@@ -346,9 +346,9 @@ class Settings:
             return read[str(value).lower()] if isinstance(read, dict) else read(value)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             # a map could hold a key, and a variable's name could be one
-            is_hidden = isinstance(value, (dict, list)) or kind == "variable"
-            shown = "what stands there" if is_hidden else f"'{one_line(value, 60)}'"
-            self.faults.append(f"{source}: wants {wanted}, not {shown}")
+            is_shown = isinstance(value, str) and kind != "variable"
+            shown = f", not '{one_line(value, 60)}'" if is_shown else ""
+            self.faults.append(f"{source}: wants {wanted}{shown}")
 
     def read_map(self, data, kinds, prefix):
         """{key: value} of a map in the config file, each value as its kind in `kinds` wants it.
@@ -356,8 +356,7 @@ class Settings:
         prefix: what stands before the key where a line names it.
         """
         if not isinstance(data, dict):
-            where = prefix.rstrip(".: ")
-            self.faults.append(f"{where}: wants keys and values, such as `model: qwen3`")
+            self.faults.append(f"{prefix} wants keys and values, such as `model: qwen3`")
             return {}
         values = {}
         for key, value in data.items():
@@ -374,60 +373,67 @@ class Settings:
 
     def take_file(self, named_by):
         """Takes the config file's values. Raises MMError("config") where it cannot be read."""
-        data = blaming(self.file, parse_config, read_bytes(self.file, named_by))
-        values = self.read_map(data, FILE_KEYS, f"{self.file}: ")
-        self.values.update(values)
-        self.sources.update({key: f"{self.file}: {key}" for key in values})
-        for name, entry in (values.get("providers") or {}).items():
-            prefix = f"{self.source('providers')}.{name}."
-            self["providers"][name] = self.read_map(entry, PROVIDER_KEYS, prefix)
+        where = f"{self.file}: "
+        data = parse_config(read_bytes(self.file, named_by), where)
+        for key, value in self.read_map(data, FILE_KEYS, where).items():
+            self.values[key], self.sources[key] = value, where + key
+        providers = self["providers"] or {}
+        for name, entry in providers.items():
+            providers[name] = self.read_map(entry, PROVIDER_KEYS, f"{where}providers.{name}.")
 
 
-def load_settings(options, config="", environ=os.environ):
+def load_settings(options, config=""):
     """The settings of a run. options: {key: value} from the command line; config: --config's value.
 
+    A blank option counts as not given, but for `-s ""`, which drops the config's system prompt.
     Raises MMError("config") with one line per fault. (A session that is resumed comes later, in
     section 14.)
     """
     settings = Settings()
-    settings.file, named_by = config_path(config, environ)
+    settings.file, named_by = config_path(config)
     if settings.file:
         settings.take_file(named_by)
     for key, (_, _, variable, option, _) in SETTINGS.items():
-        from_environment = environ.get(variable, "").strip()
-        if from_environment:
-            settings.put(key, from_environment, f"${variable}")
-        if options.get(key) is not None:
-            settings.put(key, options[key], "".join(re.findall("--[a-z-]+", option)))
+        value = from_environment(variable)
+        if value:
+            settings.put(key, value, f"${variable}")
+        value = options.get(key)
+        if value is not None and (str(value).strip() or key == "system"):
+            settings.put(key, value, "".join(re.findall("--[a-z-]+", option)))
     if settings.faults:
         raise MMError("config", "\n".join(settings.faults))
     return settings
 
 
-def config_path(option, environ):
+def from_environment(variable):
+    """A variable's value; blank is the same as not set: ""."""
+    return os.environ.get(variable, "").strip()
+
+
+def config_path(option):
     """-> (path, what named it); the path is "" where there is no config file, and one that was
     named must be there.
     """
-    variable = environ.get("MM_CONFIG", "").strip()
     if option.strip():
         return option, "--config"
+    variable = from_environment("MM_CONFIG")
     if variable:
         return os.path.expanduser(variable), "$MM_CONFIG"
     beside = os.path.dirname(os.path.realpath(__file__))
     if os.path.isfile(beside):  # mm.pyz: beside it, not in it
         beside = os.path.dirname(beside)
-    for folder in (beside, xdg_home("XDG_CONFIG_HOME", ".config", environ)):
+    for folder in (beside, xdg_home("XDG_CONFIG_HOME", ".config")):
         path = os.path.join(folder, "config.yaml")
         if os.path.isfile(path):
             return path, "the config file"
     return "", ""
 
 
-def xdg_home(variable, default, environ=os.environ):
+def xdg_home(variable, default):
     """mm's folder below an XDG base directory; a relative or blank value counts as not set (XDG
     base directory spec).
     """
-    base = environ.get(variable, "").strip()
+    base = from_environment(variable)
     if not os.path.isabs(base):
         base = os.path.join(home(), default)
     return os.path.join(base, "mm")
@@ -435,48 +441,42 @@ def xdg_home(variable, default, environ=os.environ):
 
 def home():
     """The user's folder; for a container's user without one, a path below which nothing can be."""
-    path = os.environ.get("HOME", "").strip()
     try:
         import pwd
-        return path or pwd.getpwuid(os.getuid()).pw_dir
+        known = pwd.getpwuid(os.getuid()).pw_dir
     except (ImportError, KeyError):
-        return path or os.devnull
+        known = os.devnull
+    return from_environment("HOME") or known
 
 
-def blaming(where, function, *arguments):
-    """function(*arguments), its MMError beginning with where the fault stands."""
-    try:
-        return function(*arguments)
-    except MMError as error:
-        raise MMError(error.kind, f"{where}: {error.message}") from None
-
-
-def parse_config(raw):
-    """The data in a config file's bytes, JSON or YAML; YAML's scalars stay text. Raises MMError."""
+def parse_config(raw, where):
+    """The data in a config file's bytes, JSON or YAML; YAML's scalars stay text. Raises MMError,
+    its message beginning with `where`.
+    """
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise MMError("config", f"line {line}: not UTF-8 text") from None
+        raise MMError("config", f"{where}line {line}: not UTF-8 text") from None
     try:
         return read_json(text.strip() or "{}")  # first, as YAML forbids the tabs that JSON allows
     except ValueError as error:
-        return parse_yaml(text, error)
+        return parse_yaml(text, where, error)
 
 
-def parse_yaml(text, json_error):
+def parse_yaml(text, where, json_error):
     try:
         import yaml
         return yaml.load(text, Loader=yaml.BaseLoader) or {}
     except ImportError:
-        raise MMError("config", f"this is no JSON ({json_error}), and YAML needs PyYAML: "
+        raise MMError("config", f"{where}this is no JSON ({json_error}), and YAML needs PyYAML: "
                                 f"{sys.executable} -m pip install pyyaml") from None
     except yaml.MarkedYAMLError as error:  # its own text quotes the line, which may hold a key
         line = error.problem_mark.line + 1
         problem = error.problem.replace("character '\\t'", "a tab")
-        raise MMError("config", f"line {line}: {problem}") from None
+        raise MMError("config", f"{where}line {line}: {problem}") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise MMError("config", one_line(error)) from None
+        raise MMError("config", where + one_line(error)) from None
 
 
 # ==================================================================================================
@@ -519,7 +519,7 @@ HINTS = (
      "rate_limited", "the account has no credit left: see its billing", ""),
     ((429,), r"", "rate_limited", "wait a little, or choose another model", "busy"),
     ((502, 504, *range(520, 525)), r"",
-     "server", "the server behind {host} did not answer: is it running?", "busy"),
+     "server", "the server behind {url} did not answer: is it running?", "busy"),
     ((503,), r"", "server", "the server is busy or not ready", "busy"),
     ((0,), r"", "server", "", "stream"),
     ((), r"", "server", "", ""),
@@ -592,12 +592,11 @@ def explain(status, body, backend, url, wait=None):
         wait = number_in(text, "retryDelay") or 1.0  # Gemini's
     if again == "busy" and wait > LONGEST_WAIT:
         advice, again = f"it asks to be left alone for {round(wait / 60):,} minutes", ""
-    field = refused_field(backend, message) if status in (400, 422) and not again else ""
+    field = backend.refused_field(message) if status in (400, 422) and not again else ""
     if field:
         again = "field"
 
-    advice = advice.format(key=backend.key_advice(), get=backend.get_advice(), url=url,
-                           host=urlsplit(url).netloc)
+    advice = advice.format(**{**backend.advice(), "url": url})
     message = compose(message, f"HTTP {status}" if status else "", advice)
     return MMError(kind, message, again, wait, field, int(window))
 
@@ -617,14 +616,6 @@ def find_hint(status, message, text):
             return hint
 
 
-def refused_field(backend, message):
-    """The optional field of a request that a server's message refuses, or ""."""
-    for name, pattern in backend.refusal_looks():
-        if re.search(pattern, message):
-            return name
-    return ""
-
-
 def compose(message, code, advice):
     """'the message (HTTP 404): what to do', cut in the message, so that the advice survives."""
     tail = f" ({code})" if code else ""
@@ -636,7 +627,7 @@ def compose(message, code, advice):
 def show_url(url):
     """A URL as it may be shown: without a user, password or query, which can hold keys."""
     parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 UNDIALLED = "NewConnectionError|ConnectTimeoutError|NameResolutionError"  # of urllib3
@@ -658,7 +649,7 @@ EXCEPTIONS = (
      "{url} is not a URL that can be asked: {reason}", ""),
     ("BadStatusLine|LineTooLong|UnknownProtocol", "protocol",
      "what answers at {url} does not speak HTTP: check the URL's port", "stream"),
-    ("", "interrupted", "the connection was cut before the server answered ({reason})", "stream"),
+    ("", "interrupted", "the connection to {url} was cut before an answer came ({reason})", "stream"),
 )
 
 
@@ -677,9 +668,7 @@ def explain_exception(error, backend, proxy, answered):
     if proxy and re.search(UNDIALLED, names):
         names = "ProxyError"
     reason = getattr(chain[-1], "strerror", None) or chain[-1]
-    words = {"url": show_url(backend.url), "host": urlsplit(backend.url).hostname,
-             "proxy": show_url(proxy), "reason": one_line(reason, 200),
-             "start": backend.start_advice(), "container": backend.container_advice()}
+    words = {**backend.advice(), "proxy": show_url(proxy), "reason": one_line(reason, 200)}
     for pattern, kind, message, again in EXCEPTIONS:
         if re.search(pattern, names):
             return MMError(kind, message.format(**words), again)
@@ -696,7 +685,7 @@ def explain_exception(error, backend, proxy, answered):
 # ==================================================================================================
 
 USAGE = {"stream_options": {"include_usage": True}}
-# the latter is for Protocol.end_thinking()
+# reasoning_control is for Protocol.end_thinking()
 LLAMA_FIELDS = {**USAGE, "return_progress": True, "reasoning_control": True}
 EFFORT = {"on": {"reasoning_effort": "medium"}, "off": {"reasoning_effort": "none"}}
 TEMPLATE_SWITCH = {"on": {"chat_template_kwargs": {"enable_thinking": True}},
@@ -708,87 +697,150 @@ BOTH_SWITCHES = {  # Qwen's templates read enable_thinking, DeepSeek's and Grani
 LLAMA_PROPS = "/props?model={model}&autoload=false"
 
 PROVIDERS = {
-    # url, fallback     base URLs; the others are asked when the first does not answer
-    # local             it runs on the user's own machines: found by itself, its first model is used, thinking may go back to it
-    # apiKeyEnv         the variable that holds its key
-    # fields            optional fields that its requests take; one that is refused is left out from then on
-    # thinking          how it is told to think or not
-    # start, get        how it is started, how a model is got
-    # A page of the server is a path below the base URL, or below the server's root if it begins with "/"; keys lead to a value in
-    # it, dots between them, [] for the list's entry of the model in use ("data.[].meta.n_ctx"):
-    # window            pages that tell the context it serves, which can be less than the model was trained for
-    # tools             page that tells whether the model's template takes tools; where not, they are ignored without an error
-    # streamsCalls      it sends a call's arguments as they are written, not in one piece after a long silence
+    # url, fallback  base URLs; the others are asked when the first does not answer
+    # local          it runs on the user's own machines: it is found by itself, its first model is
+    #                used, thinking may go back to it
+    # apiKeyEnv      the variable that holds its key, where it is not MM_API_KEY
+    # fields         optional fields that its requests take; one that is refused is left out from
+    #                then on
+    # thinking       how it is told to think or not
+    # start, get     how it is started, how a model is got
+    # streamsCalls   it sends a call's arguments as they are written, not in one piece after a long
+    #                silence
+    # A page of the server is a path below the base URL, or below the server's root if it begins
+    # with "/". Keys lead to a value in it, dots between them; [] is the entry of a list that is for
+    # the model in use ("data.[].meta.n_ctx"):
+    # window         pages that tell the context it serves, which can be less than the model was
+    #                trained for
+    # tools          page that tells whether the model's template takes tools; where it does not,
+    #                they are ignored without an error
     # For thinking that is sent back (section 6):
-    # echo              the field of a message that it is read from
-    # insists           the field without which it takes no calls of its own back, asked for or not
-    # render            page that shows the prompt that messages become
-    # keeps             page that tells whether the template keeps all thinking of a history
+    # echo           the field of a message that it is read from
+    # insists        the field without which it takes no calls of its own back, asked for or not
+    # render         page that shows the prompt that messages become
+    # keeps          page that tells whether the template keeps all thinking of a history
     # For raw prompts (section 7):
-    # limit             how more is asked for than the 16 tokens at which OpenAI's protocol cuts an answer; {}: it cuts none
+    # limit          how more is asked for than the 16 tokens at which OpenAI's protocol cuts an
+    #                answer; {}: it cuts none
     "dmr": {
         "url": "http://localhost:12434/engines/v1",
-        "fallback": ["http://host.docker.internal:12434/engines/v1", "http://model-runner.docker.internal/engines/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "fallback": ["http://host.docker.internal:12434/engines/v1",
+                     "http://model-runner.docker.internal/engines/v1"],
+        "local": True,
+        "fields": LLAMA_FIELDS,
+        "thinking": TEMPLATE_SWITCH,
+        "start": "docker desktop enable model-runner --tcp {port}",
+        "get": "docker model pull {model}",
         "streamsCalls": True,
-        "echo": "reasoning_content", "limit": {},
-        "start": "docker desktop enable model-runner --tcp {port}", "get": "docker model pull {model}",
-        "window": [("/engines/_configure?model={model}", "[].Config.context-size"), ("models", "data.[].dmr.context_window")],
+        "window": [("/engines/_configure?model={model}", "[].Config.context-size"),
+                   ("models", "data.[].dmr.context_window")],
+        "limit": {},
     },
     "llamacpp": {
         "url": "http://localhost:8080/v1",
         "fallback": ["http://localhost:9931/v1",  # where newer builds listen
                      "http://host.docker.internal:8080/v1", "http://host.docker.internal:9931/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": LLAMA_FIELDS, "thinking": TEMPLATE_SWITCH,
+        "local": True,
+        "fields": LLAMA_FIELDS,
+        "thinking": TEMPLATE_SWITCH,
+        "start": "llama-server -m MODEL.gguf --port {port}",
+        "get": "it has the models that --models lists",
         "streamsCalls": True,
-        "echo": "reasoning_content", "render": "/apply-template", "limit": {},
-        "start": "llama-server -m MODEL.gguf --port {port}", "get": "it has the models that --models lists",
-        "window": [("models", "data.[].meta.n_ctx"), (LLAMA_PROPS, "default_generation_settings.n_ctx")],
+        "window": [("models", "data.[].meta.n_ctx"),
+                   (LLAMA_PROPS, "default_generation_settings.n_ctx")],
         "tools": (LLAMA_PROPS, "chat_template_caps.supports_tools"),
+        "render": "/apply-template",
         "keeps": (LLAMA_PROPS, "chat_template_caps.supports_preserve_reasoning"),
+        "limit": {},
     },
     "ollama": {
-        "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT, "echo": "reasoning",
-        "start": "OLLAMA_HOST=localhost:{port} ollama serve", "get": "ollama pull {model}",
+        "url": "http://localhost:11434/v1",
+        "fallback": ["http://host.docker.internal:11434/v1"],
+        "local": True,
+        "fields": USAGE,
+        "thinking": EFFORT,
+        "start": "OLLAMA_HOST=localhost:{port} ollama serve",
+        "get": "ollama pull {model}",
         "window": [("/api/ps", "models.[].context_length")],
+        "echo": "reasoning",
     },
     "vllm": {
-        "url": "http://localhost:8000/v1", "fallback": ["http://host.docker.internal:8000/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": BOTH_SWITCHES, "echo": "reasoning",
-        "start": "vllm serve MODEL --port {port}", "get": "it has the model it was started with (--models)",
+        "url": "http://localhost:8000/v1",
+        "fallback": ["http://host.docker.internal:8000/v1"],
+        "local": True,
+        "fields": USAGE,
+        "thinking": BOTH_SWITCHES,
+        "start": "vllm serve MODEL --port {port}",
+        "get": "it has the model it was started with (--models)",
         "window": [("models", "data.[].max_model_len")],
+        "echo": "reasoning",
     },
     "lmstudio": {
-        "url": "http://localhost:1234/v1", "fallback": ["http://host.docker.internal:1234/v1"],
-        "local": True, "apiKeyEnv": "MM_API_KEY", "fields": USAGE, "thinking": EFFORT, "echo": "reasoning_content",
-        "start": "lms server start --port {port}", "get": "lms get {model}",
-        "window": [("/api/v1/models", "models.[].loaded_instances.0.config.context_length"),
+        "url": "http://localhost:1234/v1",
+        "fallback": ["http://host.docker.internal:1234/v1"],
+        "local": True,
+        "fields": USAGE,
+        "thinking": EFFORT,
+        "start": "lms server start --port {port}",
+        "get": "lms get {model}",
+        "window": [("/api/v1/models", "models.[].loaded_instances.[].config.context_length"),
                    ("/api/v0/models", "data.[].loaded_context_length")],
     },
     "openai": {
-        "url": "https://api.openai.com/v1", "apiKeyEnv": "OPENAI_API_KEY", "fields": USAGE, "thinking": EFFORT,
+        "url": "https://api.openai.com/v1",
+        "apiKeyEnv": "OPENAI_API_KEY",
+        "fields": USAGE,
+        "thinking": EFFORT,
         "streamsCalls": True,
     },
     "deepseek": {
-        "url": "https://api.deepseek.com/v1", "apiKeyEnv": "DEEPSEEK_API_KEY", "fields": USAGE,
-        "insists": "reasoning_content", "streamsCalls": True,
-        "thinking": {"on": {"thinking": {"type": "enabled"}}, "off": {"thinking": {"type": "disabled"}}},
+        "url": "https://api.deepseek.com/v1",
+        "apiKeyEnv": "DEEPSEEK_API_KEY",
+        "fields": USAGE,
+        "thinking": {"on": {"thinking": {"type": "enabled"}},
+                     "off": {"thinking": {"type": "disabled"}}},
+        "streamsCalls": True,
+        "insists": "reasoning_content",
     },
     "openrouter": {
-        "url": "https://openrouter.ai/api/v1", "apiKeyEnv": "OPENROUTER_API_KEY", "fields": USAGE,
-        "thinking": {"on": {"reasoning": {"enabled": True}}, "off": {"reasoning": {"enabled": False}}},
+        "url": "https://openrouter.ai/api/v1",
+        "apiKeyEnv": "OPENROUTER_API_KEY",
+        "fields": USAGE,
+        "thinking": {"on": {"reasoning": {"enabled": True}},
+                     "off": {"reasoning": {"enabled": False}}},
         "window": [("models", "data.[].context_length")],
     },
 }
 # A server of which only a URL is known: nothing optional is sent, so that the strictest one takes
 # the request.
-PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
-         "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
+PLAIN = {"window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"),
+                    ("models", "data.[].context_length")]}
+# the port of a URL tells which server it is, where none is named
+PORTS = {12434: "dmr", 8080: "llamacpp", 9931: "llamacpp", 11434: "ollama", 8000: "vllm",
+         1234: "lmstudio"}
 ENTRY_DEFAULTS = {
-    "fallback": [], "local": False, "fields": {}, "thinking": {}, "start": "", "get": "", "window": [], "tools": (),
-    "echo": "reasoning_content", "insists": "", "streamsCalls": False, "render": "", "keeps": (), "limit": {"max_tokens": 2048},
-    "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
+    "url": "",
+    "fallback": [],
+    "local": False,
+    "apiKeyEnv": "MM_API_KEY",
+    "fields": {},
+    "thinking": {},
+    "start": "",
+    "get": "mm --models lists what it has",
+    "streamsCalls": False,
+    "window": [],
+    "tools": (),
+    "echo": "reasoning_content",
+    "insists": "",
+    "render": "",
+    "keeps": (),
+    "limit": {"max_tokens": 2048},
+    "model": "",
+    "sampling": {},
+    "thinkTags": False,
+    "protocol": "chat",
+    "template": "",
+}
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 2.0
@@ -835,46 +887,40 @@ def need_requests():
     """
     try:
         import requests
+        return requests
     except (ImportError, OSError) as error:  # OSError: in mm.pyz, no place for the certificates
         raise MMError("config", f"mm needs the package requests ({one_line(error, 200)}): "
                       f"{sys.executable} -m pip install requests, or uv run mm.py") from None
-    return requests
 
 
-def adapter_for(connection, proxy):
-    """requests' HTTPAdapter, but the socket that urllib3 makes for it is shown to a Connection.
+def adapter_for(connection):
+    """requests' HTTPAdapter, but each socket that urllib3 makes for it is shown to a Connection.
 
     An adapter has a manager of pools, and one for each proxy; a pool makes urllib3's connections,
-    and those make their socket in _new_conn. A pool for SOCKS goes its own way.
+    and those make their socket in _new_conn.
     """
     from requests.adapters import HTTPAdapter
-    from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
     def shown(pool_class):
-        def make_connection(*args, **kwargs):
-            made = pool_class.ConnectionCls(*args, **kwargs)
-            dial = made._new_conn
-            made._new_conn = lambda: connection.hold(dial())
-            return made
+        class Pool(pool_class):
+            def _new_conn(self):
+                made = super()._new_conn()
+                dial = made._new_conn
+                made._new_conn = lambda: connection.hold(dial())
+                return made
+        return Pool
 
-        def make_pool(*args, **kwargs):
-            pool = pool_class(*args, **kwargs)
-            pool.ConnectionCls = make_connection
-            return pool
-        return make_pool
+    def watched(manager):
+        pools = manager.pool_classes_by_scheme
+        manager.pool_classes_by_scheme = {scheme: shown(pools[scheme]) for scheme in pools}
+        return manager
 
-    adapter = HTTPAdapter()
-    pools = {"http": shown(HTTPConnectionPool), "https": shown(HTTPSConnectionPool)}
-    adapter.poolmanager.pool_classes_by_scheme = pools
-    if proxy and not proxy.lower().startswith("socks"):
-        manager_for = adapter.proxy_manager_for
+    class Adapter(HTTPAdapter):
+        def proxy_manager_for(self, *args, **kwargs):
+            return watched(super().proxy_manager_for(*args, **kwargs))
 
-        def proxy_manager_for(*args, **kwargs):
-            manager = manager_for(*args, **kwargs)
-            manager.pool_classes_by_scheme = pools
-            return manager
-
-        adapter.proxy_manager_for = proxy_manager_for
+    adapter = Adapter()
+    watched(adapter.poolmanager)
     return adapter
 
 
@@ -890,24 +936,21 @@ def open_session(connection, url):
     session.trust_env = False
     # as curl, uv and requests read them; the last one that is set counts
     for name in ("SSL_CERT_DIR", "SSL_CERT_FILE", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
-        if os.environ.get(name):
-            session.verify = os.environ[name]
-            if not os.path.exists(session.verify):
-                raise MMError("config", f"${name} names {session.verify}, which is not there")
+        path = os.environ.get(name)
+        if path and not os.path.exists(path):
+            raise MMError("config", f"${name} names {path}, which is not there")
+        session.verify = path or session.verify
     proxy = ""
     if not is_near(urlsplit(url).hostname or ""):
         session.proxies = requests.utils.get_environ_proxies(url)
         proxy = requests.utils.select_proxy(url, session.proxies) or ""
-    adapter = adapter_for(connection, proxy)
-    session.mount("http://", adapter)
-    session.mount("https://", adapter)
+    session.adapters["http://"] = session.adapters["https://"] = adapter_for(connection)
     return session, proxy
 
 
 def is_near(host):
     """Loopback and Docker's own names: never through a proxy."""
-    return host == "localhost" or host.endswith((".localhost", ".docker.internal")) or host == "::1" or \
-        re.fullmatch(r"127(\.\d+){1,3}", host) is not None
+    return bool(re.fullmatch(r"(.*\.)?localhost|.*\.docker\.internal|::1|127(\.\d+){1,3}", host))
 
 
 def body_pieces(raw):
@@ -1017,16 +1060,17 @@ def first_good(asked, accept):
 def model_ids(status, data):
     """The ids of a model list, those that are loaded and chat first; None if it is no model list.
     """
-    entries = data.get("data", "") if isinstance(data, dict) and status == 200 else ""
-    if not isinstance(entries, (list, type(None))):
+    entries = data.get("data", 0) if status == 200 and isinstance(data, dict) else 0
+    if entries is None:  # Ollama without models says data: null
+        return []
+    if not isinstance(entries, list):
         return None
-    entries = [entry for entry in entries or []  # Ollama without models says data: null
-               if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    entries = [entry for entry in entries if isinstance(dig(entry, "id"), str)]
 
     def rank(entry):
-        state = entry.get("status")  # of llama.cpp's router
-        unloaded = isinstance(state, dict) and state.get("value") == "unloaded"
-        return unloaded, "embed" in entry["id"].lower()
+        # llama.cpp's router tells what is loaded
+        is_unloaded = dig(entry, "status.value") == "unloaded"
+        return is_unloaded, "embed" in entry["id"].lower()
 
     return [clean(entry["id"]) for entry in sorted(entries, key=rank)]
 
@@ -1045,7 +1089,7 @@ def same_model(a, b):
 
 class Backend:
     """A server that is ready to be asked: name, url (a base URL), query, model, key; `entry` is its
-    row of PROVIDERS.
+    row of PROVIDERS, `address` its URL in parts.
 
     plain: it has no such row, as only its URL is known.
     """
@@ -1054,16 +1098,26 @@ class Backend:
         self.name, self.plain, self.model, self.key = name or "server", not name, model, key
         self.entry = {**ENTRY_DEFAULTS, **entry}
         self.url, self.query = base_url(url or self.entry["url"])
+        self.address = urlsplit(self.url)
 
     def endpoint(self, path):
         """The URL of a path below the base URL; below the server's root if it begins with "/"."""
         base = self.url
         if path.startswith("/"):
             base = re.sub(r"(/engines(/llama\.cpp)?)?/v1$", "", base)
-        url = f"{base}/{path.lstrip('/')}".replace("{model}", quoted(self.model))
+        url = f"{base}/{path.lstrip('/')}".replace("{model}", quote(self.model, ""))
         if self.query:
             url += ("&" if "?" in path else "?") + self.query
         return url
+
+    def take_key(self):
+        """Takes the key that the server's variable holds. Raises MMError("config")."""
+        variable = self.entry["apiKeyEnv"]
+        self.key = from_environment(variable)
+        odd = re.search("[^!-~]", self.key)
+        if odd:
+            raise MMError("config", f"${variable}: character {odd.start() + 1} of the key is one "
+                          "that an HTTP header cannot carry: copy the key anew")
 
     def headers(self):
         """Identity, since a compressed stream comes in lumps; a local server gets a dummy key, as
@@ -1074,49 +1128,48 @@ class Backend:
             headers["Authorization"] = f"Bearer {self.key or 'none'}"
         return headers
 
-    def refusal_looks(self):
-        """(name, what a refusal of it looks like) of each optional request field."""
-        for name in self.entry["fields"]:
-            yield name, rf"\b{name}\b"
-        for name in self.entry["thinking"].get("off", {}):
-            yield name, rf"\b{name}\b|does not support thinking"
+    def refused_field(self, message):
+        """The optional field of a request that a server's message refuses, or ""."""
+        switches = self.entry["thinking"].get("off", {})
+        for name in [*self.entry["fields"], *switches]:
+            if re.search(rf"\b{name}\b", message):
+                return name
+        if "does not support thinking" in message:
+            return next(iter(switches), "")
+        return ""
 
     def redact(self, text):
         """`text` without the key, and without what a URL can hold that is secret, however a server
         echoes them. A dummy key (none, ollama) is no secret, and can stand in any sentence.
         """
-        parts = urlsplit(self.url)
-        for secret in (self.key, parts.password or parts.username, self.query):
+        login = self.address.password or self.address.username
+        for secret in (self.key, login, self.query):
             if secret and not re.fullmatch("[A-Za-z_-]{1,12}", secret):
                 text = text.replace(secret, "***").replace(json.dumps(secret)[1:-1], "***")
         return text
 
-    def key_advice(self):
-        variable = self.entry.get("apiKeyEnv") or "MM_API_KEY"
-        return f"the key came from ${variable}" if self.key else f"no key was sent: set ${variable}"
-
-    def get_advice(self):
-        return (self.entry["get"] or "mm --models lists what it has").format(model=self.model)
-
-    def start_advice(self):
-        start = self.entry["start"].format(port=urlsplit(self.url).port or 80)
-        advice = f"start it with `{start}`" if start else "is it running, and is the URL right?"
-        return advice + self.container_advice()
-
-    def container_advice(self):
-        host = urlsplit(self.url).hostname or ""
-        if not in_container() or not is_near(host) or host.endswith(".docker.internal"):
-            return ""
-        return "; inside a container, localhost is the container: the host is host.docker.internal"
+    def advice(self):
+        """What the messages of section 2 can say of this server: {place in the message: words}."""
+        host, variable = self.address.hostname, self.entry["apiKeyEnv"]
+        container = ""
+        if in_container() and host in ("localhost", "127.0.0.1", "::1"):
+            container = "; inside a container, localhost is the container: " \
+                        "the host is host.docker.internal"
+        start = self.entry["start"].format(port=self.address.port or 80)
+        start = f"start it with `{start}`" if start else "is it running, and is the URL right?"
+        return {
+            "url": show_url(self.url),
+            "host": host,
+            "key": f"the key came from ${variable}" if self.key
+                   else f"no key was sent: set ${variable}",
+            "get": self.entry["get"].format(model=self.model or "MODEL"),
+            "start": start + container,
+            "container": container,
+        }
 
 
 def in_container():
     return os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv")
-
-
-def quoted(text):
-    from urllib.parse import quote
-    return quote(text, safe="")
 
 
 def base_url(text):
@@ -1126,152 +1179,132 @@ def base_url(text):
     8080, box:8080, box -> http://box[:8080]/v1 · api.example.com -> https://api.example.com/v1 · a
     slash too many goes, and so does the /chat/completions of a whole endpoint.
     """
-    url = text.strip()
-    if re.fullmatch(r":?\d{2,5}(/.*)?", url):  # a port alone
-        url = "localhost:" + url.lstrip(":")
+    url = re.sub(r"^:?(\d{2,5}(/|$))", r"localhost:\1", text.strip())  # a port alone
     if "://" not in url:
-        host = re.split(r"[/:?]", url.lstrip("["))[0]
-        has_port = re.match(r"\[|[^/?]*:\d", url)
-        local = has_port or is_near(host) or re.fullmatch(r"[^.]*|[\d.]+", host)
-        url = ("http://" if local else "https://") + url
+        host = re.match(r"[^/?]*", url).group()
+        # a port, a name without a dot, an address: a server on one's own net
+        is_local = re.search(r":\d|^[^.]*$|^[\d.]+$", host) or is_near(host)
+        url = ("http://" if is_local else "https://") + url
     try:
+        if not re.fullmatch(r"(?i)https?://[^\s/]\S*", url):
+            raise ValueError
         parts = urlsplit(url)
-        good = parts.scheme.lower() in ("http", "https") and parts.hostname
         parts.port  # raises when it is no port
     except ValueError:
-        good = False
-    if not good or re.search(r"\s", url):
         shown = re.sub(r"//[^/]*@", "//***@", url.partition("?")[0])
-        raise MMError("config", f"{one_line(shown, 80)} is not an http(s) URL")
-    path = re.sub(r"/+", "/", parts.path).rstrip("/")
-    path = re.sub(r"/(chat/completions|completions|models)$", "", path)
-    return urlunsplit((parts.scheme.lower(), parts.netloc, path or "/v1", "", "")), parts.query
+        raise MMError("config", f"{one_line(shown, 80)} is not an http(s) URL") from None
+    path = re.sub(r"/+", "/", parts.path)
+    path = re.sub(r"(/chat/completions|/completions|/models)?/?$", "", path, count=1)
+    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}", parts.query
 
 
 # -- which server is used, and which model
 
 def provider_table(settings):
-    """PROVIDERS with the config's own entries and overrides. Raises MMError("config")."""
+    """PROVIDERS with the config's own entries and overrides, each entry with all its columns.
+    Raises MMError("config").
+    """
     table = dict(PROVIDERS)
     for name, own in settings["providers"].items():
         where = f"{settings.source('providers')}.{name}"
-        like = own.get("like", name)
-        if like not in PROVIDERS and "like" in own:
-            raise MMError("config", f"{where}.like: no provider is called {one_line(like, 40)}: "
-                          + ", ".join(PROVIDERS))
-        table[name] = {**PROVIDERS.get(like, PLAIN), **own}
+        if "like" in own:
+            check_name(own["like"], PROVIDERS, "provider", f"{where}.like")
+        entry = PROVIDERS.get(own.get("like", name), PLAIN)
         if "url" in own:
-            blaming(f"{where}.url", base_url, own["url"])
-            # another machine's fallback is no fallback
-            table[name]["fallback"] = own.get("fallback", [])
-        if not table[name]["url"]:
+            entry = {**entry, "fallback": []}  # another machine's fallback is no fallback
+        table[name] = {**entry, **own}
+        if "url" not in table[name]:
             raise MMError("config", f"{where}: wants a url, or `like: NAME`")
-    return table
+    return {name: {**ENTRY_DEFAULTS, **entry} for name, entry in table.items()}
 
 
-def named_backend(settings, environ=os.environ):
-    """-> (Backend, [notices]) of the server that is named by a provider or a URL, or (None, []). No
-    server is asked.
+def check_name(name, known, kind, source):
+    """Raises MMError("config") for a name that is none of the known ones."""
+    if name not in known:
+        raise MMError("config", f"{source}: no {kind} is called {one_line(name, 40)}"
+                      f"{did_you_mean(name, known)}: {', '.join(known)}")
 
-    Raises MMError("config").
+
+def candidates(settings, say):
+    """-> [Backend]: the servers that may be meant, the best one first. No server is asked.
+
+    A provider or a URL that is named is one server, tried at its fallback URLs too. Else it is any
+    local server, the hosts of containers last. say: hears what a person should know. Raises
+    MMError("config").
     """
-    table, notices = provider_table(settings), []
-    name, url = settings["provider"].strip(), settings["url"].strip()
-    if name and name not in table:
-        raise MMError("config", f"{settings.source('provider')}: no provider is called "
-                      f"{one_line(name, 40)}{did_you_mean(name, table)}: {', '.join(table)}")
-    if name and settings.source("url") == "$MM_BASE_URL" and \
-            settings.source("provider") != "$MM_PROVIDER":
-        # or the provider's key, and a conversation held with it, would go there
-        notices.append(f"{settings.source('provider')} {name} puts $MM_BASE_URL aside")
-        url = ""
-    if not name and not url:
-        return None, []
-    if url and not name:
-        # The port tells which server it is, of mm's own alone: a key that the config names for
-        # another must not follow its port to any host.
-        port = urlsplit(blaming(settings.source("url"), base_url, url)[0]).port
-        ports = {urlsplit(place).port: name for name, entry in PROVIDERS.items()
-                 for place in [entry["url"], *entry.get("fallback", [])]}
-        name = ports[port] if port in ports and port else ""
-        table = PROVIDERS
-    entry = table[name] if name else PLAIN
+    table = provider_table(settings)
+    name, url = settings["provider"], settings["url"]
+    if name:
+        check_name(name, table, "provider", settings.source("provider"))
+        is_for_another = settings.source("provider") != "$MM_PROVIDER"
+        if is_for_another and settings.source("url") == "$MM_BASE_URL":
+            # or the provider's key, and a conversation held with it, would go there
+            say(f"{settings.source('provider')} {name} puts $MM_BASE_URL aside")
+            url = ""
+        return at_its_urls(name, table[name], url)
     if url:
-        entry = {**entry, "fallback": []}
-    return with_key(Backend(name, entry, url), environ), notices
+        # of mm's own alone: a key that the config names for another must not follow its port to
+        # any host
+        name = PORTS.get(urlsplit(base_url(url)[0]).port, "")
+        return at_its_urls(name, PROVIDERS.get(name, PLAIN), url)
+    servers = []
+    for name, entry in table.items():
+        if entry["local"]:
+            servers += at_its_urls(name, entry)
+    return sorted(servers, key=lambda server: ".docker.internal" in server.url)
 
 
-def resolve(settings, environ=os.environ, needs_model=True, named=None):
-    """-> (Backend, [notices]). Looks for local servers when none is named, and for a model on the
-    server when none is.
+def at_its_urls(name, entry, url=""):
+    """[Backend] at a URL that is named, else at each of an entry."""
+    urls = [url] if url else [entry["url"], *entry["fallback"]]
+    return [Backend(name, entry, one) for one in urls]
 
-    named: what named_backend() gave, where it was called already. Raises MMError: config, or what
+
+def resolve(settings, servers, say, needs_model=True):
+    """-> the Backend that is used, of candidates(), with its key and its model.
+
+    say: hears which server and model are used where none was named. Raises MMError: config, or what
     the search for a server or a model ended with.
     """
-    backend, notices = named or named_backend(settings, environ)
-    ids = None
-    if not backend or backend.entry["fallback"]:
-        backend, ids = answering(backend, provider_table(settings), environ, notices)
-    own_url = PROVIDERS.get(backend.name, PLAIN)["url"]
-    is_hosted = not backend.entry["local"] and backend.url == own_url
+    is_named = settings["provider"] or settings["url"]
+    backend, ids = servers[0], None
+    if len(servers) > 1 or not is_named:
+        backend, ids = answering(servers, is_named)
+    if backend is not servers[0] or not is_named:
+        say(f"using {backend.name} at {show_url(backend.url)}")
+    backend.take_key()  # a key goes to none of them before one is chosen
+    mm_own = PROVIDERS.get(backend.name, ENTRY_DEFAULTS)
+    is_hosted = not backend.entry["local"] and backend.url == mm_own["url"]
     if is_hosted and needs_model and not backend.key:
         raise MMError("config", f"{backend.name} wants a key: set ${backend.entry['apiKeyEnv']}")
-    backend.model = settings["model"].strip() or backend.entry["model"]
+    backend.model = settings["model"] or backend.entry["model"]
     if needs_model and not backend.model:
         backend.model = first_model(backend, ids)
-        notices.append(f"using the model {backend.model}")
-    return backend, notices
-
-
-def with_key(backend, environ):
-    """The Backend with the key that its variable holds. Raises MMError("config")."""
-    variable = backend.entry.get("apiKeyEnv") or ""
-    backend.key = environ.get(variable, "").strip()
-    odd = re.search("[^!-~]", backend.key)
-    if odd:
-        raise MMError("config", f"${variable}: character {odd.start() + 1} of the key is one that "
-                      "an HTTP header cannot carry: copy the key anew")
+        say(f"using the model {backend.model}")
     return backend
 
 
-def answering(named, table, environ, notices):
-    """The first server that answers, of all that may be meant, asked side by side.
+def answering(servers, is_named):
+    """-> (the first of the servers that answers, its model ids, None if not told).
 
-    named: the Backend that was named, and so tried at its fallback URLs too; None for any local
-    server that lists a model, the hosts of containers last. -> (Backend, its model ids, None if not
-    told).
+    Of servers that nobody named, it is the first that lists a model, else one that wants a key.
     """
-    if named:
-        candidates = [named] + [Backend(named.name, named.entry, url, key=named.key)
-                                for url in named.entry["fallback"]]
-    else:
-        # a key goes to none of them before one is chosen
-        candidates = [Backend(name, entry, url)
-                      for name, entry in table.items() if entry.get("local")
-                      for url in [entry["url"], *entry.get("fallback", [])]]
-        candidates.sort(key=lambda backend: ".docker.internal" in backend.url)
+    def accept(status, data):
+        return status > 0 if is_named else bool(model_ids(status, data))
 
-    def is_meant(status, data):
-        return status > 0 if named else bool(model_ids(status, data))
-
-    asked = [(backend, "models") for backend in candidates]
-    found = first_good(asked, is_meant)
-    if not found and not named:
+    asked = [(server, "models") for server in servers]
+    found = first_good(asked, accept)
+    if not found and not is_named:
         found = first_good(asked, lambda status, data: status in (401, 403))
     if found:
-        backend = with_key(candidates[found[0]], environ)
-        if backend is not named:
-            notices.append(f"using {backend.name} at {show_url(backend.url)}")
-        return backend, model_ids(*found[1:])
-    if named:
-        return named, None
-    ports = {backend.name: urlsplit(backend.entry["url"]).port for backend in candidates}
-    start = "start one, such as `llama-server -m MODEL.gguf`"
-    if in_container():
-        start = "in a container, start one on the host"
-    raise MMError("unreachable", "no model server answers here ("
-                  + ", ".join(f"{name} :{port}" for name, port in ports.items())
-                  + f"): {start}, or name one with --url or -p; mm --demo needs none")
+        index, status, data = found
+        return servers[index], model_ids(status, data)
+    if is_named:
+        return servers[0], None
+    tried = dict.fromkeys(f"{server.name} :{server.address.port or 80}" for server in servers)
+    where = "on the host of this container" if in_container() else "here"
+    raise MMError("unreachable", f"no model server answers ({', '.join(tried)}): start one "
+                  f"{where}, or name one with --url or -p; mm --demo needs none")
 
 
 def takes_first_model(backend):
@@ -1281,71 +1314,67 @@ def takes_first_model(backend):
 
 def first_model(backend, ids):
     """The model to use where none is named. ids: those of the server's list, None if not asked."""
-    if ids is None and takes_first_model(backend):
-        status, data = ask_models(backend)
-        ids = model_ids(status, data)
-        if ids is None:
-            raise no_models_error(backend, status, data)
-    if ids:
-        return ids[0]
-    if ids == [] and backend.entry["local"]:
-        get = backend.entry["get"].format(model="MODEL")
-        raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: {get}")
-    own = "" if backend.name in PROVIDERS else ", or local: true in the config: then its first is used"
-    raise MMError("config", "no model is named: say -m MODEL "
-                  f"(mm --models lists those of {backend.name}){own}")
+    if not takes_first_model(backend):
+        raise MMError("config", "no model is named: say -m MODEL "
+                                f"(mm --models lists those of {backend.name})")
+    ids = ids or ask_models(backend)[0]
+    if not ids:
+        raise MMError("not_found", f"{backend.name} at {show_url(backend.url)} has no model: "
+                      + backend.advice()["get"])
+    return ids[0]
 
 
 def ask_models(backend):
-    """-> (status, model list) or (0, MMError)."""
+    """-> (the model ids that a server lists, the page with the list). Raises MMError where it gives
+    none.
+    """
+    where = show_url(backend.endpoint("models"))
     found = first_good([(backend, "models")], lambda status, data: True)
-    slow = MMError("unreachable", f"{show_url(backend.url)} took the connection and gave no model "
-                   f"list within {PROBE_SECONDS:g} s: is it busy? (-m MODEL needs none)")
-    return found[1:] if found else (0, slow)
-
-
-def no_models_error(backend, status, data):
-    """MMError for a server that gave no model list but this (see ask_models)."""
-    if not status and data.kind == "interrupted":
-        message = compose(f"{show_url(backend.url)}: {data.message}", "", backend.start_advice())
-        return MMError("unreachable", message)
+    if not found:
+        raise MMError("unreachable", f"{where} took the connection and gave no model list within "
+                      f"{PROBE_SECONDS:g} s: is it busy? (-m MODEL needs none)")
+    _, status, data = found
     if not status:
-        return data
-    where, code = show_url(backend.endpoint("models")), f"HTTP {status}"
-    if status in (401, 403):
-        refuses = "refuses the key" if backend.key else "wants a key"
-        return MMError("auth", compose(f"{where} {refuses}", code, backend.key_advice()))
-    advice = "is the URL right (most end in /v1)?"
-    return MMError("not_found", compose(f"{where} gives no model list", code, advice))
+        raise data
+    ids = model_ids(status, data)
+    if ids is None:
+        kind, advice = "not_found", "is the URL right (most end in /v1)?"
+        if status in (401, 403):
+            kind, advice = "auth", backend.advice()["key"]
+        raise MMError(kind, f"{where} gives no model list (HTTP {status}): {advice}")
+    return ids, data
 
 
 # -- what a server says of itself
 
-def dig(data, path, model):
+def dig(data, path, model=""):
     """What stands at a dotted path in JSON, or None. [] is the list's entry for `model`, or its
     only one.
     """
-    for key in path.split("."):
-        if key == "[]":
-            entries = [e for e in data if isinstance(e, dict)] if isinstance(data, list) else []
-            data = entries[0] if len(entries) == 1 else None
-            for entry in entries:
-                names = (entry.get(key, "") for key in ("id", "model", "name", "key", "Model"))
-                if any(same_model(str(name), model) for name in names):
-                    data = entry
-                    break
-        elif isinstance(data, list) and key.isdigit():
-            data = data[int(key)] if int(key) < len(data) else None
-        else:
-            data = data.get(key) if isinstance(data, dict) else None
-    return data
+    try:
+        for key in path.split("."):
+            data = entry_for(data, model) if key == "[]" else data[key]
+        return data
+    except (TypeError, KeyError, AttributeError):  # the page is none of that kind
+        return None
+
+
+def entry_for(entries, model):
+    if len(entries) == 1:
+        return entries[0]
+    for entry in entries:
+        names = [str(entry.get(key)) for key in ("id", "model", "name", "key", "Model")]
+        if any(same_model(name, model) for name in names):
+            return entry
+    return None
 
 
 def unknown_model(backend, ids):
     """What to say of a model that is not in a server's list, or ""."""
-    if not ids or any(same_model(name, backend.model) for name in ids):
+    name = backend.model
+    if not name or not ids or any(same_model(one, name) for one in ids):
         return ""
-    return f"{backend.model} is not among the server's models{did_you_mean(backend.model, ids)}"
+    return f"{name} is not among the server's models{did_you_mean(name, ids)}"
 
 
 def fetch_page(backend, path, *body):
@@ -1360,12 +1389,13 @@ def probe(backend):
     models: [ids] or None; fault: an MMError where there are none; window: the context it serves in
     tokens, or 0; tools: whether the model's template takes tools, or None where that is not told.
     """
-    status, data = ask_models(backend)
-    about = {"models": model_ids(status, data), "fault": None, "window": 0, "tools": None}
-    if about["models"] is None:
-        about["fault"] = no_models_error(backend, status, data)
-        return about
-    pages = {"models": data}
+    answer = {"models": None, "fault": None, "window": 0, "tools": None}
+    pages = {}
+    try:
+        answer["models"], pages["models"] = ask_models(backend)
+    except MMError as error:
+        answer["fault"] = error
+        return answer
 
     def read(path, keys):
         if path not in pages:
@@ -1373,11 +1403,10 @@ def probe(backend):
         return dig(pages[path], keys, backend.model)
 
     for path, keys in backend.entry["window"]:
-        about["window"] = about["window"] or as_int(read(path, keys))
+        answer["window"] = answer["window"] or as_int(read(path, keys))
     if backend.entry["tools"]:
-        tools = read(*backend.entry["tools"])
-        about["tools"] = tools if isinstance(tools, bool) else None
-    return about
+        answer["tools"] = read(*backend.entry["tools"])
+    return answer
 
 
 # ==================================================================================================
@@ -3423,7 +3452,7 @@ class Conversation:
         """unknown_model() by the list of a server of one's own, which is asked for it; else ""."""
         if not takes_first_model(self.backend):
             return ""
-        return unknown_model(self.backend, model_ids(*ask_models(self.backend)))
+        return unknown_model(self.backend, probe(self.backend)["models"])
 
     def what_of_the_model(self, served):
         """A notice where a server has answered by another model than the one that was named."""
@@ -4788,7 +4817,7 @@ def start_demo():
     server.handle_error = lambda *_: None  # the question was withdrawn
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    return Backend("demo", {"model": "scripted"}, url), ["--demo: a script answers, not a model"]
+    return Backend("demo", {}, url, "scripted"), ["--demo: a script answers, not a model"]
 
 
 def replay(path, settings):
@@ -4881,7 +4910,12 @@ def parser():
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
-            raise MMError("config", f"{message} (mm --help)")
+            hint = did_you_mean(message.split()[-1], self._option_string_actions)
+            raise MMError("config", f"{message}{hint} (mm --help)")
+
+        def _print_message(self, message, file=None):
+            sys.stdout.write(message)
+            sys.stdout.flush()
 
     def layout(prog):
         return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30)
@@ -4920,7 +4954,7 @@ def parsed(argv):
     can be asked, and can end the thinking.
     """
     # argparse loses what stands behind "--" when options and words mix
-    end = argv.index("--") if "--" in argv else len(argv)
+    end = [*argv, "--"].index("--")
     args = parser().parse_intermixed_args(argv[:end])
     words = readable(" ".join(args.question + argv[end + 1:]))
     args.question = words if words.strip() else ""
@@ -4931,15 +4965,6 @@ def parsed(argv):
     return args
 
 
-def settings_of(args):
-    """The settings of a run. A blank option counts as not given, but for `-s ""`, which drops the
-    config's system prompt.
-    """
-    given = {key: value for key, value in vars(args).items()
-             if str(value).strip() or key == "system"}
-    return load_settings(given, args.config)
-
-
 def sampling_options(pairs):
     """-o KEY=VALUE pairs as a dict; dots nest, VALUE is JSON if it parses. Raises
     MMError("config").
@@ -4947,10 +4972,8 @@ def sampling_options(pairs):
     out = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals:
-            raise MMError("config", f"-o {pair}: wants KEY=VALUE")
-        if key in ("model", "messages", "tools", "prompt"):
-            raise MMError("config", f"-o {key}: mm fills it in itself")
+        if not equals or key in ("model", "messages", "tools", "prompt"):
+            raise MMError("config", f"-o {pair}: wants KEY=VALUE, and no KEY that mm fills in")
         field = json_or_text(value)
         for part in reversed(key.split(".")):
             field = {part: field}
@@ -4958,115 +4981,108 @@ def sampling_options(pairs):
     return out
 
 
-def tell(view, *notices):
-    for message in notices:
-        view.show(notice(message))
-
-
 # -- the question
 
-def question_of(args, view):
+def question_of(args, say):
     """The question: its words, files and piped text. Raises MMError("config") where there is none,
     unless a conversation follows.
     """
-    parts = [args.question] + [fenced(path, view) for path in args.file]
+    texts = {path: fenced(path) for path in args.file}
     if not args.interactive:
-        parts.append(piped_text(view))
-    question = "\n\n".join(filter(str.strip, parts))
+        texts["standard input"] = piped_text(say)
+    for name, text in texts.items():
+        if "\ufffd" in text:
+            say(f"{name} is not all UTF-8 text: what could not be read is \ufffd now")
+    question = "\n\n".join(filter(str.strip, [args.question, *texts.values()]))
     if not question and not args.interactive:
         raise MMError("config", 'there is no question: mm "your question", or pipe one in '
                                 "(mm --help)")
     return question
 
 
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how a text of that encoding begins
-
-
-def fenced(path, view):
+def fenced(path):
     """A file of text, named, between fences that are longer than any in it."""
     raw = read_bytes(path, "-f")
-    unreadable_bytes = raw.decode("utf-8", "replace").count("\ufffd") + raw.count(b"\0")
-    if unreadable_bytes > max(10, len(raw) // 20) and raw[:2] not in UTF_16:
-        raise MMError("config", f"-f {readable(path)}: this is no text ({len(raw):,} bytes)")
-    text = as_text(raw, path, view).rstrip()
-    longest = max(map(len, re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{readable(path)}:\n{fence}\n{text}\n{fence}"
+    text, name = as_text(raw).rstrip(), readable(path)
+    if text.count("\ufffd") > max(10, len(raw) // 20):
+        raise MMError("config", f"-f {name}: this is no text ({len(raw):,} bytes)")
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{name}:\n{fence}\n{text}\n{fence}"
 
 
-def piped_text(view):
+def piped_text(say):
     """What was piped into mm, or "" when stdin is a terminal, closed or empty."""
     import select
     if sys.stdin.isatty():
         return ""
     if not select.select([sys.stdin], [], [], 2.0)[0]:
-        tell(view, "waiting for the end of standard input (`< /dev/null` if none is meant)")
+        say("waiting for the end of standard input (`< /dev/null` if none is meant)")
     try:
         raw = sys.stdin.buffer.read(MOST_TEXT + 1)
     except OSError:
         return ""  # nohup hands over one that cannot be read
     if len(raw) > MOST_TEXT:
         raise MMError("config", f"standard input is larger than {MOST_TEXT >> 20} MiB")
-    return as_text(raw, "standard input", view).rstrip("\n")
+    return as_text(raw).rstrip("\n")
 
 
-def as_text(raw, name, view):
-    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if they begin so. What is neither is
-    replaced, with a notice.
+def as_text(raw):
+    """Bytes of a file or a pipe as text: UTF-8, or UTF-16 if they begin so. What is neither becomes
+    U+FFFD.
     """
-    encoding = "utf-16" if raw[:2] in UTF_16 else "utf-8-sig"
-    text = raw.decode(encoding, "replace").replace("\0", "\ufffd")
-    if "\ufffd" in text:
-        tell(view, f"{name} is not all UTF-8 text: what could not be read is \ufffd now")
-    return text
+    encoding = "utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    return raw.decode(encoding, "replace").replace("\0", "\ufffd")
 
 
 # -- the conversation
 
-def resumed(args, settings, view):
+def resumed(args, settings, say):
     """-> (the resumed session's path or "", its history). What it remembers becomes a setting,
     unless an option says otherwise.
     """
-    if not args.resume.strip() and not args.last:
+    if not args.resume and not args.last:
         return "", []
-    path = find_session(args.resume.strip())
+    path = find_session(args.resume)
     about, history, damage = load_session(path)
+    last = "nothing"
+    for message in history:
+        if message["role"] == "user":
+            last = one_line(message["content"], 60)
     source = f"session {session_id(path)}"
-    questions = [message["content"] for message in history if message["role"] == "user"]
-    last = one_line(questions[-1], 60) if questions else "nothing"
-    tell(view, f"{source}, {len(history)} messages; asked last: {last}", *damage)
-    chosen = {key for key in about if settings.is_option(key)}
+    say(f"{source}, {len(history)} messages; asked last: {last}", *damage)
     server = settings["provider"] if settings.is_option("provider") else ""
     if settings.is_option("url"):
         server = show_url(base_url(settings["url"])[0])
     if server:
-        chosen |= {"provider", "url"}
         if server != (about.get("url") or about.get("provider")):
-            chosen.add("model")  # the one that it remembers is another server's
+            about["model"] = ""  # the one that it remembers is another server's
+        about.update(provider="", url="")
     for key, value in about.items():
-        if value and key not in chosen:
+        if value and not settings.is_option(key):
             settings.put(key, value, source)
     return path, history
 
 
 def make_toolbox(args, settings, view):
     """The tools that are offered. Raises MMError("config") for one that there is not."""
-    commands = check_commands(settings["commands"], settings.source("commands"))
-    hidden = {entry.get("apiKeyEnv") for entry in provider_table(settings).values()}
-    permit = view.permit if args.attended and view.side.terminal else None
+    permit = None  # a tool that would be asked for is refused
     if args.yes:
         permit = lambda name: "y"
+    elif args.attended and view.side.terminal:
+        permit = view.permit
+    commands = check_commands(settings["commands"], settings.source("commands"))
+    hidden = {entry["apiKeyEnv"] for entry in provider_table(settings).values()}
     toolbox = Toolbox([], commands, settings["commandTimeout"], hidden, permit)
-    names, known = set(settings["tools"]), [*toolbox.tools, "all", "none"]
-    for name in names.difference(known):
-        hint, where = did_you_mean(name, known), settings.source("tools")
-        raise MMError("config", f"{where}: no tool is called {one_line(name, 40)}{hint}: "
-                                f"{', '.join(known)}")
-    toolbox.names = [name for name in toolbox.tools if name in names or "all" in names]
+    wanted, known = settings["tools"], toolbox.tools
+    for name in wanted:
+        check_name(name, [*known, "all", "none"], "tool", settings.source("tools"))
+    toolbox.names = [name for name in known if name in wanted or "all" in wanted]
     return toolbox
 
 
-def make_session(settings, backend, view, path):
+def make_session(settings, backend, say, path):
     """The Session of a conversation; path: of the one that is resumed, or ""."""
     about = {
         "provider": "" if backend.plain else backend.name,
@@ -5074,8 +5090,8 @@ def make_session(settings, backend, view, path):
         "url": show_url(backend.url) if settings["url"] else "",
         "system": settings["system"],
     }
-    session = Session(about, lambda message: tell(view, message), path)
-    if path and any(settings.is_option(key) for key in ("provider", "model", "url")):
+    session = Session(about, say, path)
+    if path:
         session.record(about)
     return session
 
@@ -5092,13 +5108,14 @@ def without_effect(conversation, asks_server):
 
     asks_server: whether the server is asked if it takes tools (the REPL asks it anyway).
     """
-    backend, tools = conversation.backend, conversation.toolbox.names
+    backend = conversation.backend
     if not conversation.protocol.applies_template and not backend.entry["template"]:
         yield "no template is named for the raw prompts: chatml is used (template in the config)"
-    asks_server = asks_server and tools and backend.entry["tools"]
-    reason = no_tools_reason(backend, probe(backend)["tools"] if asks_server else None)
-    if tools and reason:
-        yield reason
+    if conversation.toolbox.names:
+        is_asked = asks_server and backend.entry["tools"]
+        reason = no_tools_reason(backend, probe(backend)["tools"] if is_asked else None)
+        if reason:
+            yield reason
     if not can_switch_thinking(conversation):
         yield NO_SWITCH
 
@@ -5107,21 +5124,17 @@ def without_effect(conversation, asks_server):
 
 def check(backend, settings, view):
     """--check: what would be used and whether it answers; -> exit code."""
-    answer, model = probe(backend), backend.model or "none named: -m MODEL"
-    models = answer["models"] or []
-    if models and not backend.model and takes_first_model(backend):
-        model = models[0]
-    elif backend.model and unknown_model(backend, models):
-        model += " (not in the server's list)"
-    key = backend.entry.get("apiKeyEnv") or "MM_API_KEY"
+    answer = probe(backend)
+    fault, models = answer["fault"], answer["models"] or []
+    if models and takes_first_model(backend):
+        backend.model = backend.model or models[0]
     tools = "the model's template takes them" if answer["tools"] else "not told"
-    fault, count = answer["fault"], len(models)
     rows = {
         "provider": backend.name,
         "url": show_url(backend.url),
-        "model": model,
-        "key": f"{'from' if backend.key else 'none in'} ${key}",
-        "answers": f"no: {fault.message}" if fault else f"yes, {count} model{'s' * (count != 1)}",
+        "model": unknown_model(backend, models) or backend.model or "none named: -m MODEL",
+        "key": f"{'from' if backend.key else 'none in'} ${backend.entry['apiKeyEnv']}",
+        "answers": f"no: {fault.message}" if fault else f"yes, {len(models)} model(s)",
         "context": f"{answer['window']:,} tokens" if answer["window"] else "not told",
         "tools": no_tools_reason(backend, answer["tools"]) or tools,
         "config": settings.file or "none",
@@ -5148,7 +5161,7 @@ def show_replay(path, settings, view):
     return code
 
 
-def show_template(path, view):
+def show_template(path, view, say):
     """--template-of: the template on stdout, and what mm makes of it beside it."""
     template, form, end = template_of(path)
     note = f"template: {form or 'none of ' + ', '.join(TEMPLATES)}"
@@ -5157,7 +5170,7 @@ def show_template(path, view):
     if THINK in template:
         note += " · it knows <think> (thinkTags: true has the block opened in the prompt)"
     print_rows([template.rstrip("\n")], view)
-    tell(view, note)
+    say(note)
     return 0
 
 
@@ -5165,26 +5178,34 @@ def show_template(path, view):
 
 def run(args, view):
     """Carries out a parsed command line; -> exit code. Raises MMError."""
+    def say(*messages):
+        for message in messages:
+            view.show(notice(message))
+
     if args.template_of:
-        return show_template(args.template_of, view)
+        return show_template(args.template_of, view, say)
     if args.sessions:
         return print_rows(session_lines(), view)
-    settings = settings_of(args)
+    settings = load_settings(vars(args), args.config)
     if not args.json or settings.is_option("showThinking"):  # a program asks for its own
         view.hide = not settings["showThinking"]
     if args.replay:
         return show_replay(args.replay, settings, view)
     if args.interactive and view.out.terminal:
         view.side = view.out  # all on one screen
-    tell(view, *settings.notices)
-    path, history = resumed(args, settings, view)
+    say(*settings.notices)
+    path, history = resumed(args, settings, say)
     sampling, toolbox = sampling_options(args.option), make_toolbox(args, settings, view)
     need_requests()  # or a pipe would be read in vain
-    named = start_demo() if args.demo else named_backend(settings)
-    looks = args.check or args.models
-    question = "" if looks else question_of(args, view)
-    backend, notices = resolve(settings, needs_model=not looks, named=named)
-    tell(view, *notices)
+    if args.demo:
+        backend, notices = start_demo()
+        say(*notices)
+    else:
+        servers = candidates(settings, say)
+    is_look = args.check or args.models
+    question = "" if is_look else question_of(args, say)
+    if not args.demo:
+        backend = resolve(settings, servers, say, needs_model=not is_look)
     if args.check:
         return check(backend, settings, view)
     if args.models:
@@ -5192,16 +5213,16 @@ def run(args, view):
     backend.entry["sampling"] = merged(backend.entry["sampling"], sampling)
     session = None
     if settings["save"] and not args.demo:
-        session = make_session(settings, backend, view, path)
+        session = make_session(settings, backend, say, path)
     conversation = Conversation(
         backend, settings, toolbox, session and session.record, session,
         restartable=args.json or sys.stdout.isatty(), end_thinking=args.attended,
         tap=open_tap(args.tap))
     conversation.history += history
-    tell(view, *without_effect(conversation, asks_server=not args.interactive))
+    say(*without_effect(conversation, asks_server=not args.interactive))
     if args.interactive:
-        typed = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
-        return Repl(conversation, view, session, typed).run(question)
+        typed_lines = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
+        return Repl(conversation, view, session, typed_lines).run(question)
     return run_turn(conversation, conversation.ask(question), view)
 
 
@@ -5225,19 +5246,18 @@ def prepare_imports():
 
 def prepare_streams():
     """Opens the streams that the caller has closed; output never raises for a character."""
-    # /dev/full fails, as any output that cannot be written should
-    full = "/dev/full" if os.path.exists("/dev/full") else os.devnull
-    for name, path, mode in (("stdin", os.devnull, "r"), ("stdout", full, "w"),
-                             ("stderr", os.devnull, "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(path, mode))
-        # a parent can hand over a pipe that does not block: a write would lose what does not fit
-        os.set_blocking(getattr(sys, name).fileno(), True)
+    sys.stdin = sys.stdin or open(os.devnull)
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    # it fails, as any output that cannot be written should
+    sys.stdout = sys.stdout or open(os.devnull)
     # Python's own sign of the C locale, which mostly means that none is set: UTF-8 is meant
     encoding = "utf-8" if sys.stdout.errors == "surrogateescape" else None
     sys.stdin.reconfigure(errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding=encoding, errors="replace")
+        # a parent can hand over a pipe that does not block: a write would lose what does not fit
+        os.set_blocking(stream.fileno(), True)
+    os.set_blocking(sys.stdin.fileno(), True)
 
 
 def answered(argv, out, side):
@@ -5254,7 +5274,6 @@ def answered(argv, out, side):
         return exit_code(event, 1)
     finally:
         view.close()
-        sys.stdout.flush()  # of --help, too
 
 
 def main():
@@ -5287,7 +5306,7 @@ def main():
     except OSError as error:  # of writing the output: all else is told where it is done
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python's own last flush is quiet
         if not isinstance(error, BrokenPipeError):
-            side.say(f"mm: the output cannot be written: {error.strerror}\n")
+            side.say(f"mm: the output cannot be written: {error.strerror or error}\n")
         return 1
     except Exception as error:  # a fault of mm's own, which a traceback would not mend for its user
         side.say(f"mm: this is a fault in mm: {type(error).__name__}: {one_line(error, 300)}\n")

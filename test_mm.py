@@ -400,11 +400,13 @@ def fault(function, *args, **kwargs):
 # ======================================================================================================================
 
 @pytest.fixture
-def load(tmp_path):
+def load(tmp_path, monkeypatch):
     """Loads a config file of these bytes; -> Settings."""
     def load(content, options={}, environ={}):
         (tmp_path / "box.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
-        return mm.load_settings(options, str(tmp_path / "box.yaml"), environ)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        return mm.load_settings(options, str(tmp_path / "box.yaml"))
     return load
 
 
@@ -699,11 +701,12 @@ def test_the_config_file_is_looked_for_where_it_may_be_and_never_in_the_current_
         (tmp_path / path).write_text(f"model: {name}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mm, "__file__", str(tmp_path / "elsewhere" / "mm.py"))
-    environ = {name: value.replace("HERE", str(tmp_path)) for name, value in environ.items()}
-    assert mm.load_settings({}, "", environ)["model"] == expected
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value.replace("HERE", str(tmp_path)))
+    assert mm.load_settings({})["model"] == expected
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "config.yaml").write_text("model: beside")
-    assert mm.load_settings({}, "", environ)["model"] == ("named" if expected == "named" else "beside")
+    assert mm.load_settings({})["model"] == ("named" if expected == "named" else "beside")
 
 
 @pytest.mark.parametrize("args, env, tokens", [
@@ -875,9 +878,10 @@ def test_model_names_are_compared_as_the_servers_do(a, b, same):
     assert mm.same_model(a, b) is same
 
 
-def resolved(environ={}, **values):
+def resolved(**values):
     """(provider, URL, model, notices) of these settings."""
-    backend, notices = mm.resolve(settings_of(**values), environ)
+    settings, notices = settings_of(**values), []
+    backend = mm.resolve(settings, mm.candidates(settings, notices.append), notices.append)
     return backend.name, backend.url, backend.model, " ".join(notices)
 
 
@@ -929,7 +933,8 @@ def test_with_a_url_alone_the_port_tells_the_server(web, port, name):
 def test_an_own_provider_takes_what_it_does_not_say_from_the_one_it_is_like(serve):
     server = serve(stream(OK))
     own = {"box": {"like": "llamacpp", "url": server.url, "model": "own", "sampling": {"top_k": 5}}}
-    backend, _ = mm.resolve(settings_of(provider="box", providers=own), {})
+    settings = settings_of(provider="box", providers=own)
+    backend = mm.resolve(settings, mm.candidates(settings, print), print)
     ask(mm.Conversation(backend, settings_of()))
     assert {"model": "own", "top_k": 5, "return_progress": True}.items() <= server.arrived().body.items()
 
@@ -953,7 +958,7 @@ def test_without_a_model_the_first_that_chats_and_is_loaded_is_used(web):
 
 @pytest.mark.parametrize("answer, kind, tokens", [
     ({"json": {"data": None}}, "not_found", ["ollama pull"]), ({"body": "<html>"}, "not_found", ["http://box:11434/v1/models"]),
-    ({"status": 401}, "auth", ["401", "MM_API_KEY"]), ({"body": OSError("no")}, "unreachable", ["ollama serve"]),
+    ({"status": 401}, "auth", ["401", "MM_API_KEY"]), ({"body": OSError("no")}, "interrupted", ["http://box:11434"]),
 ])
 def test_a_server_that_tells_no_model_is_explained(web, answer, kind, tokens):
     web.add("GET", "http://box:11434/v1/models", **answer)
@@ -3566,6 +3571,19 @@ def test_a_full_disk_is_one_line(serve, run_mm, option):
     assert result.code == 1 and result.err.count("\n") == 1 and "No space" in result.err
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("option", ["--help", "--version"])
+@pytest.mark.parametrize("redirect", [">&-", ">/dev/full"])
+def test_help_and_version_that_cannot_be_written_are_one_line(run_mm, option, redirect):
+    result = run_mm(option, redirect=redirect)
+    assert result.code == 1 and result.err.count("\n") == 1 and "cannot be written" in result.err
+
+
+def test_a_misspelt_option_is_named_with_the_one_that_is_like_it(run_mm):
+    result = run_mm("--modle", "m", "hi")
+    assert result.code == 2 and result.err.count("\n") == 1 and "--modle (did you mean --model?)" in result.err
+
+
 def test_stats_are_a_line_after_the_answer(serve, run_mm):
     figures = usage(prompt_tokens=3412, completion_tokens=90, prompt_tokens_details={"cached_tokens": 3390})
     result = run_mm(*at(serve(stream(chunk("ok") + STOP + figures))), "--stats", "hi")
@@ -4098,13 +4116,15 @@ def test_a_model_that_the_server_does_not_have_is_told_of(serve):
     ({"provider": "$MM_PROVIDER"}, {}, True), ({"provider": "-p", "url": "--url"}, {}, True),
 ])
 def test_a_key_goes_to_its_providers_url_or_where_a_person_sends_it(values, environ, goes):
+    notices = []
     settings = settings_of(provider="openai", url="http://box:9/v1")
     settings.sources.update({"url": "$MM_BASE_URL", **values})
-    backend, notices = mm.named_backend(settings, {"OPENAI_API_KEY": "sk-k1"})
+    backend, = mm.candidates(settings, notices.append)
     assert (backend.url == "http://box:9/v1") == goes and len(notices) == (not goes)
 
 
 def test_a_search_for_a_server_shows_no_key_unless_one_insists(serve, monkeypatch):
+    monkeypatch.setenv("MM_API_KEY", "sk-k1")
     free, closed = serve(stream(OK)), serve(stream(OK))
     for server, refuses in ((free, False), (closed, True)):
         def take(sock, server=server, real=server.take, refuses=refuses):
@@ -4113,7 +4133,8 @@ def test_a_search_for_a_server_shows_no_key_unless_one_insists(serve, monkeypatc
         server.take = take
         row = {"url": server.url, "local": True, "apiKeyEnv": "MM_API_KEY"}
         monkeypatch.setattr(mm, "PROVIDERS", {"box": row})
-        backend, _ = mm.resolve(settings_of(), {"MM_API_KEY": "sk-k1"})
+        settings = settings_of()
+        backend = mm.resolve(settings, mm.candidates(settings, print), print)
         assert backend.key == "sk-k1" and "sk-k1" not in str(server.gets[0].headers)
 
 
@@ -4231,7 +4252,7 @@ def test_check_says_what_would_be_used_and_whether_it_answers(serve, run_mm, tmp
     server = serve(models=["m", "n"])
     result = run_mm("--check", "--url", server.url, "--config", "c.yaml")
     assert result.code == 0 and not server.posts
-    assert all(token in result.out for token in (server.url, "n", "2 models", "c.yaml", "MM_API_KEY"))
+    assert all(token in result.out for token in (server.url, "n", "2 model", "c.yaml", "MM_API_KEY"))
     server.close()
     result = run_mm("--check", "--url", server.url, "-m", "zzz")
     assert result.code == 1 and server.url in result.out and "zzz" in result.out
@@ -4335,7 +4356,7 @@ def test_every_event_and_kind_of_error_is_in_the_readme():
 def test_every_key_of_a_provider_stands_with_its_default_in_the_readme():
     rows = {words(key)[0]: default for key, default, _ in table("Servers of your own")}
     assert list(rows) == list(mm.PROVIDER_KEYS)
-    assert all(words(rows[key]) == [default] for key, default in [("protocol", mm.ENTRY_DEFAULTS["protocol"]), ("apiKeyEnv", mm.PLAIN["apiKeyEnv"])])
+    assert all(words(rows[key]) == [default] for key, default in [("protocol", mm.ENTRY_DEFAULTS["protocol"]), ("apiKeyEnv", mm.ENTRY_DEFAULTS["apiKeyEnv"])])
     assert rows["thinkTags"] == str(mm.ENTRY_DEFAULTS["thinkTags"]).lower() and next(iter(mm.TEMPLATES)) in rows["template"]
 
 
