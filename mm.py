@@ -3228,6 +3228,7 @@ class Conversation:
         # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "origin" (see Echo)
         self.history = []
         self.untaken = False  # whether the last message is a question that no server has taken yet
+        self.withdrawn = ""   # the last question, if it was refused: no history keeps it
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
         self.refused = set()  # optional request fields that this server does not take
@@ -3252,7 +3253,6 @@ class Conversation:
         self.started = time.monotonic()
         self.replies = []
         self.partial = ""  # the answer so far of the call that runs
-        self.withdrawn = ""  # the question, if it was refused: no history keeps it
         self.can_sum_up = self.settings["compactAt"] > 0  # until a summary of this turn fails
         self.stopped = self.toolbox.stopped = False
 
@@ -3262,6 +3262,7 @@ class Conversation:
         keep: the history it goes on from, where that is not all of it (/retry).
         """
         self.begin()
+        self.withdrawn = ""
         message = {"role": "user", "content": question}
         if keep is None:
             self.remember(message)
