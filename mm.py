@@ -713,7 +713,6 @@ PROVIDERS = {
     # echo              the field of a message that it is read from
     # insists           the field without which it takes no calls of its own back, asked for or not
     # render            page that shows the prompt that messages become
-    # keeps             page that tells whether the template keeps all thinking of a history
     # For raw prompts (section 7):
     # limit             how more is asked for than the 16 tokens at which OpenAI's protocol cuts an answer; {}: it cuts none
     "dmr": {
@@ -735,7 +734,6 @@ PROVIDERS = {
         "start": "llama-server -m MODEL.gguf --port {port}", "get": "it has the models that --models lists",
         "window": [("models", "data.[].meta.n_ctx"), (LLAMA_PROPS, "default_generation_settings.n_ctx")],
         "tools": (LLAMA_PROPS, "chat_template_caps.supports_tools"),
-        "keeps": (LLAMA_PROPS, "chat_template_caps.supports_preserve_reasoning"),
     },
     "ollama": {
         "url": "http://localhost:11434/v1", "fallback": ["http://host.docker.internal:11434/v1"],
@@ -777,7 +775,7 @@ PLAIN = {"url": "", "apiKeyEnv": "MM_API_KEY",
          "window": [("models", "data.[].meta.n_ctx"), ("models", "data.[].max_model_len"), ("models", "data.[].context_length")]}
 ENTRY_DEFAULTS = {
     "fallback": [], "local": False, "fields": {}, "thinking": {}, "start": "", "get": "", "window": [], "tools": (),
-    "echo": "reasoning_content", "insists": "", "streamsCalls": False, "render": "", "keeps": (), "limit": {"max_tokens": 2048},
+    "echo": "reasoning_content", "insists": "", "streamsCalls": False, "render": "", "limit": {"max_tokens": 2048},
     "model": "", "sampling": {}, "thinkTags": False, "protocol": "chat", "template": ""}
 
 CONNECT_SECONDS = 10.0
@@ -2021,78 +2019,65 @@ NO_ANSWER = "[This turn ended before its answer.]"
 NO_QUESTION = "[What was asked here is lost.]"
 
 
-def to_messages(history, system, backs=None):
-    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and
-    mm's own "origin" (see Echo).
+def to_messages(history, system):
+    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"}.
 
-    backs: {index in the history: what goes back with that message} (see Echo.backs()).
+    A message and a call can have more that goes out with them: see Echo.outgoing().
     """
     out = [{"role": "system", "content": system}] if system.strip() else []
-    waiting = {}  # calls that have no result yet: {id: the id that was sent}
+    waiting = []  # ids of calls that have no result yet
 
-    def close_calls():
-        for sent_id in waiting.values():
-            out.append({"role": "tool", "tool_call_id": sent_id, "content": NO_RESULT})
+    def add_result(call_id, content):
+        out.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
-    for index, message in enumerate(history):
-        role, content = message["role"], message.get("content") or ""
-        calls = message.get("tool_calls") or []
+    for message in history:
+        role, content = message["role"], message["content"]
         if role == "tool":
-            sent_id = waiting.pop(message["tool_call_id"], None)
-            if sent_id:  # a result without its call would be refused
-                out.append({"role": "tool", "tool_call_id": sent_id, "content": content})
+            call_id = message["tool_call_id"]
+            if call_id in waiting:  # a result without its call would be refused
+                waiting.remove(call_id)
+                add_result(call_id, content)
             continue
-        close_calls()
-        back = (backs or {}).get(index, NOTHING_BACK)
-        waiting = {call["id"]: back["ids"].get(call["id"], call["id"]) for call in calls}
+        for call_id in waiting:
+            add_result(call_id, NO_RESULT)
+        calls = message.get("tool_calls", [])
+        waiting = [call["id"] for call in calls]
         if not content.strip() and not calls:
             continue
-        last = out[-1] if out else {"role": "system"}
+        last = out[-1]["role"] if out else "system"
         # templates that insist on turns do not count calls and results
-        if role == "user" and last["role"] == "tool":
+        if role == "user" and last == "tool":
             out.append({"role": "assistant", "content": NO_ANSWER})
-        elif role == "assistant" and last["role"] == "system":
+        elif role == "assistant" and last == "system":
             out.append({"role": "user", "content": NO_QUESTION})
-        elif role == last["role"]:
+        elif role == last:
             # the first one's thinking is left out: it is not what led to the second
             content = f"{out.pop()['content']}\n\n{content}".rstrip()
-        sent = {"role": role, "content": content, **back["fields"]}
+        sent = {"role": role, "content": content, **message.get("fields", {})}
         if calls:
-            sent["tool_calls"] = [sent_call(call, waiting[call["id"]], back["calls"])
-                                  for call in calls]
+            sent["tool_calls"] = [sent_call(call) for call in calls]
         out.append(sent)
-    close_calls()
+    for call_id in waiting:
+        add_result(call_id, NO_RESULT)
     return out
 
 
-# of a message of which only what every server takes is sent
-NOTHING_BACK = {"fields": {}, "calls": {}, "ids": {}}
-
-
-def sent_call(call, sent_id, extras):
-    """A call as a request holds it. extras: {call id: fields that its server added}."""
+def sent_call(call):
+    """A call as a request holds it; `extra`: what its server added to it."""
     # what a model made up as a name can hold what no server takes back (Anthropic, OpenAI)
     name = re.sub(r"[^A-Za-z0-9_-]", "_", call["name"])[:64] or "unnamed"
     arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
-    return {"id": sent_id, "type": "function",
-            "function": {"name": name, "arguments": arguments}, **extras.get(call["id"], {})}
-
-
-def foreign_id(call_id):
-    """The id of a call for a server that did not make it: nine letters and digits, as Mistral
-    insists; Bedrock takes no dots or colons.
-    """
-    import zlib
-    if re.fullmatch("[A-Za-z0-9]{9}", call_id):
-        return call_id
-    return f"c{zlib.crc32(call_id.encode()):08x}"
+    function = {"name": name, "arguments": arguments}
+    return {"id": call["id"], "type": "function", "function": function, **call.get("extra", {})}
 
 
 def merged(base, extra):
     """`base` with `extra` laid over it, map by map."""
     out = dict(base)
     for key, value in extra.items():
-        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        if isinstance(value, dict) and isinstance(out.get(key), dict):
+            value = merged(out[key], value)
+        out[key] = value
     return out
 
 
@@ -2110,32 +2095,33 @@ EARLIER, LATEST = "mm-looks-for-this-earlier-thought", "mm-looks-for-this-latest
 
 
 def thoughts_rendered(backend, tools):
-    """What thinking of a history the template renders: "all", "latest" (after the last question),
-    "none", or "" if not told.
+    """What thinking of a history the template renders: "all", "latest" (after the last question)
+    or "none"; "all" where the server does not tell.
 
     It is asked to render a history with two thoughts. Of the 67 templates in llama-server 11434, 20
     render both, 14 the one that follows the last question, the others none. tools: as they are
     offered, since some templates keep thinking in a tool loop only; without any, nothing follows
     the last question, so that is not known, and taken to be rendered.
     """
-    if not backend.entry["render"]:
-        return ""
     field = backend.entry["echo"]
     messages = [
         {"role": "user", "content": "1"},
         {"role": "assistant", "content": "2", field: EARLIER},
         {"role": "user", "content": "3"},
     ]
+    body = {"model": backend.model, "messages": messages}
     if tools:
-        call = {"id": "call00000", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": "{}"}}
-        messages += [{"role": "assistant", "content": "", field: LATEST, "tool_calls": [call]},
-                     {"role": "tool", "tool_call_id": "call00000", "content": "4"}]
-    body = {"model": backend.model, "messages": messages, **({"tools": tools} if tools else {})}
-    prompt = dig(fetch_page(backend, backend.entry["render"], body), "prompt", backend.model)
-    if isinstance(prompt, str):
-        return "all" if EARLIER in prompt else "latest" if LATEST in prompt or not tools else "none"
-    path, keys = backend.entry["keeps"]
-    return "all" if dig(fetch_page(backend, path), keys, backend.model) is True else ""
+        call = {"id": "call00000", "name": tools[0]["function"]["name"], "arguments": {}}
+        messages += [
+            {"role": "assistant", "content": "", field: LATEST, "tool_calls": [sent_call(call)]},
+            {"role": "tool", "tool_call_id": "call00000", "content": "4"},
+        ]
+        body["tools"] = tools
+    page = backend.entry["render"] and fetch_page(backend, backend.entry["render"], body)
+    prompt = dig(page, "prompt", "")
+    if not isinstance(prompt, str) or EARLIER in prompt:
+        return "all"
+    return "latest" if LATEST in prompt or not tools else "none"
 
 
 def refuses_thoughts(error):
@@ -2144,18 +2130,17 @@ def refuses_thoughts(error):
     """
     if error.kind not in ("server", "not_found") or "Failed to parse input" in error.message:
         return False
-    # nothing else is to be done about it
-    if error.kind == "server" and error.again in ("", "stream"):
-        return re.search(r"(?i)template|jinja|reasoning|thinking|thought", error.message) is not None
-    # the field itself is named
-    return re.search(r"reasoning_content|\breasoning\b", error.message) is not None
+    words = r"reasoning_content|\breasoning\b"  # the field itself is named
+    if error.kind == "server" and error.again in ("", "stream"):  # nothing else is to be done
+        words = r"(?i)template|jinja|reasoning|thinking|thought"
+    return re.search(words, error.message) is not None
 
 
 class Echo:
     """What a server gets back of its own with a history: thinking, the ids of its calls, and what
     it added that mm does not know (Gemini's signatures, OpenRouter's reasoning_details).
 
-    A message's "origin" holds it: {"maker", "text" of the thinking and its "tokens", "extra" fields,
+    A message's "origin" holds it: {"maker", "text" of the thinking and its "tokens", "fields",
     "calls": {id: extra fields}}. It stays in memory, and goes to the model that made it alone.
     """
 
@@ -2164,68 +2149,77 @@ class Echo:
         self.insists = backend.entry["insists"]  # field without which it takes no calls back, or ""
         self.ids = set()       # of the calls that it made
         self.served = {}       # model: what its server calls it
-        self.rendered = {}     # (model, whether tools are offered): what thoughts_rendered() told
+        self.rendered = {}     # (model, whether tools are offered): thoughts_rendered()
         self.refusing = set()  # models whose template refused thinking
 
+    def maker(self):
+        model = self.backend.model
+        return model, self.served.get(model)
+
     def label(self, reply, calls):
-        """{"origin": …} for the message of a Reply that is complete, or {}. Notes what the server
-        calls the model, and its calls.
+        """{"origin": …} for the message of a complete Reply, or {}. Notes what the server calls the
+        model, and its calls.
         """
-        model, text = self.backend.model, reply.thought.getvalue()
-        self.served[model] = reply.model
+        self.served[self.backend.model] = reply.model
         self.ids.update(call["id"] for call in calls)
         extras = {call["id"]: call.pop("extra") for call in calls}
-        extras = {call_id: extra for call_id, extra in extras.items() if extra}
-        if not text.strip() or not (self.on or calls):
-            text = ""
-        if not text and not extras and not reply.extra:
+        text = reply.thought.getvalue() if self.on or calls else ""
+        if not (text.strip() or reply.extra or any(extras.values())):
             return {}
         tokens = max(1, reply.produced_tokens()[0])
-        return {"origin": {"maker": (model, reply.model), "text": text, "tokens": tokens,
-                           "extra": reply.extra, "calls": extras}}
+        return {"origin": {"maker": self.maker(), "text": text, "tokens": tokens,
+                           "fields": reply.extra, "calls": extras}}
 
-    def backs(self, history, tools):
-        """{index in the history: {"fields", "calls", "ids", "tokens"}} of what goes back with the
-        next request.
-        """
-        model, out = self.backend.model, {}
-        maker, first = (model, self.served.get(model)), self.first_rendered(history, tools)
+    def outgoing(self, history, tools):
+        """-> (the history for to_messages(), with what goes back in it; tokens of the thinking)."""
+        maker, first = self.maker(), self.first_rendered(history, tools)
+        out, tokens = [], 0
         for index, message in enumerate(history):
-            calls, origin = message.get("tool_calls") or [], message.get("origin", {})
-            is_own = origin.get("maker") == maker
-            must = self.insists if calls else ""
-            back = {**NOTHING_BACK, "tokens": 0}
-            back["ids"] = {call["id"]: call["id"] if call["id"] in self.ids else
-                           foreign_id(call["id"]) for call in calls}
-            if is_own:
-                back["fields"], back["calls"] = dict(origin["extra"]), origin["calls"]
-            if is_own and origin["text"] and (must or index >= first):
-                back["fields"][must or self.backend.entry["echo"]] = origin["text"]
-                back["tokens"] = origin["tokens"]
-            elif must:  # not known any more, or another's: an empty text would be refused
-                back["fields"] = {**back["fields"], must: " "}
-            if calls or back["fields"]:
-                out[index] = back
-        return out
+            calls, origin = message.get("tool_calls", []), message.get("origin", {})
+            if origin.get("maker") != maker:
+                origin = {}
+            fields, extras = dict(origin.get("fields", {})), origin.get("calls", {})
+            insisted = self.insists if calls else ""
+            if origin.get("text", "").strip() and (insisted or index >= first):
+                fields[insisted or self.backend.entry["echo"]] = origin["text"]
+                tokens += origin["tokens"]
+            elif insisted:  # not known any more, or another's: an empty text would be refused
+                fields[insisted] = " "
+            sent = {**message, "fields": fields}
+            if calls:
+                sent["tool_calls"] = [{**call, "id": self.sent_id(call["id"]),
+                                       "extra": extras.get(call["id"], {})} for call in calls]
+            if message["role"] == "tool":
+                sent["tool_call_id"] = self.sent_id(message["tool_call_id"])
+            out.append(sent)
+        return out, tokens
+
+    def sent_id(self, call_id):
+        """The id of a call for this server. One that it did not make becomes nine letters and
+        digits, as Mistral insists; Bedrock takes no dots or colons.
+        """
+        import zlib
+        if call_id in self.ids or re.fullmatch("[A-Za-z0-9]{9}", call_id):
+            return call_id
+        return f"c{zlib.crc32(call_id.encode()):08x}"
 
     def first_rendered(self, history, tools):
         """The index of the first message whose thinking goes back as reasoningEcho wants it.
 
         The server is asked what its template renders, once there is something to send.
         """
-        model, about = self.backend.model, (self.backend.model, bool(tools))
-        has_thoughts = any(message.get("origin", {}).get("text") for message in history)
+        nothing, model = len(history), self.backend.model
         may_go = self.on and self.backend.entry["local"] and model and model not in self.refusing
-        if not has_thoughts or not may_go:
-            return len(history)
+        if not may_go or not any(message.get("origin", {}).get("text") for message in history):
+            return nothing
+        about = model, bool(tools)
         if about not in self.rendered:
             self.rendered[about] = thoughts_rendered(self.backend, tools)
-        if self.rendered[about] == "none":
-            return len(history)
         if self.rendered[about] == "latest":
-            return max((index for index, message in enumerate(history)
-                        if message["role"] == "user"), default=0)
-        return 0  # all, or not told
+            questions = [index for index, message in enumerate(history)
+                         if message["role"] == "user"]
+            return questions[-1]
+        return nothing if self.rendered[about] == "none" else 0
 
 
 # ==================================================================================================
@@ -2363,23 +2357,22 @@ class Protocol:
 
     path                where, below the base URL
     applies_template    whether the server makes the prompt, so that it takes tools and can be told to think
-    fields(history, system, tools, think, backs)    a request's body, before any options
+    fields(history, system, tools, think)    a request's body, before any options
     tags(think)         the ThinkTags of an answer, or None where the server parts the thinking itself
     """
 
     def __init__(self, backend):
         self.backend = backend
 
-    def body(self, history, system, tools, sampling, think, refused, backs=None):
+    def body(self, history, system, tools, sampling, think, refused):
         """The request body as a dict.
 
         tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes);
-        sampling: fields that go out as they are; refused: optional fields that are left out;
-        backs: see to_messages().
+        sampling: fields that go out as they are; refused: optional fields that are left out.
         """
         body = {
             key: value
-            for key, value in self.fields(history, system, tools, think, backs).items()
+            for key, value in self.fields(history, system, tools, think).items()
             if key not in refused
         }
         body = merged(body, sampling)
@@ -2456,10 +2449,10 @@ class ChatCompletions(Protocol):
 
     path, applies_template = "chat/completions", True
 
-    def fields(self, history, system, tools, think, backs):
+    def fields(self, history, system, tools, think):
         entry = self.backend.entry
         body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
-                "messages": to_messages(history, system, backs), "stream": True, **entry["fields"]}
+                "messages": to_messages(history, system), "stream": True, **entry["fields"]}
         return body if think is None else merged(body, entry["thinking"].get("on" if think else "off", {}))
 
     def tags(self, think):
@@ -2543,7 +2536,7 @@ class RawCompletions(Protocol):
         """
         return True if think is None and self.backend.entry["thinkTags"] else think
 
-    def fields(self, history, system, tools, think, backs):
+    def fields(self, history, system, tools, think):
         entry = self.backend.entry
         template = TEMPLATES[entry["template"] or "chatml"]
         block = {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
@@ -3468,12 +3461,11 @@ class Conversation:
     def request(self):
         """The bytes of the next request."""
         tools = self.toolbox.schemas()
-        backs = self.echo.backs(self.history, tools)
-        self.thought_tokens = sum(back["tokens"] for back in backs.values())
+        history, self.thought_tokens = self.echo.outgoing(self.history, tools)
         # options (-o) are the strongest: section 14 has laid them over the provider's own
         sampling = merged(self.settings["sampling"], self.backend.entry["sampling"])
-        return serialised(self.protocol.body(self.history, self.system, tools, sampling, self.think,
-                                             self.refused, backs))
+        return serialised(self.protocol.body(history, self.system, tools, sampling, self.think,
+                                             self.refused))
 
     def read(self, reply, body, tags):
         """One request and its stream, as events. body: its bytes; tags: see Protocol.tags()."""
@@ -3521,8 +3513,7 @@ class Conversation:
         if not count:
             tokens = tokens_in([self.system, tools])
         tokens += tokens_in([without_thought(message) for message in self.history[count:]])
-        backs = self.echo.backs(self.history, tools)
-        return tokens + sum(back["tokens"] for back in backs.values())
+        return tokens + self.echo.outgoing(self.history, tools)[1]
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""

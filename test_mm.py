@@ -1652,14 +1652,6 @@ def test_the_template_decides_which_thinking_is_sent_and_counted(serve, box, ren
     assert len([get for get in server.gets if get.path == "/apply-template"]) == 1
 
 
-def test_where_a_server_cannot_render_its_props_tell_what_it_keeps(tell):
-    for kept, told in ((True, "all"), (False, ""), (None, "")):
-        server = tell(pages={}) if kept is None else tell(stream(OK), pages={"/props?model=m&autoload=false": {
-            "chat_template_caps": {"supports_preserve_reasoning": kept}}})
-        assert mm.thoughts_rendered(backend_of("llamacpp", server.url), []) == told
-    assert mm.thoughts_rendered(backend_of("ollama"), []) == ""
-
-
 def test_thinking_goes_to_the_model_that_made_it_alone(serve, box):
     other = OK.replace(b'"m"', b'"n"')
     server = serve(stream(THEN), stream(OK), stream(other), stream(other), stream(OK))
