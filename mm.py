@@ -2246,8 +2246,6 @@ class ThinkTags:
     Of the pieces "hm </thi" and "nk> ok", the first gives "hm ", and the second "ok".
     """
 
-    MOST_SPACE = 100  # characters before the opening tag
-
     def __init__(self, opened):
         self.opened = opened
         self.state = "start"  # then "thinking"; "gap" is the white space behind the block; "answer"
@@ -2263,7 +2261,7 @@ class ThinkTags:
             if tag:
                 self.state = "gap"
             else:
-                thought, self.rest = self.without_part_of_tag(thought)
+                thought = self.without_part_of_tag(thought)
             if thought:
                 yield "reasoning", thought
         if self.state == "gap":
@@ -2276,29 +2274,20 @@ class ThinkTags:
     def begin(self, text):
         """The text behind the tag that it begins with; "" until that can be seen."""
         start = text.lstrip()
-        may_be_tag = THINK.startswith(start) or THINK_END.startswith(start)
-        if may_be_tag and start not in (THINK, THINK_END) and len(text) < self.MOST_SPACE:
+        if any(tag.startswith(start) and tag != start for tag in (THINK, THINK_END)):
             self.rest = text
             return ""
-        if start.startswith(THINK):
-            self.state = "thinking"
-            return start[len(THINK):]
-        if self.opened:
-            self.state = "thinking"
-            return text
-        if start.startswith(THINK_END):  # left behind by a server that parts the thinking itself
-            self.state = "gap"
-            return start[len(THINK_END):]
-        self.state = "answer"
-        return text
+        # a closing tag alone is left behind by a server that parts the thinking itself
+        is_thinking = self.opened or start.startswith((THINK, THINK_END))
+        self.state = "thinking" if is_thinking else "answer"
+        return start.removeprefix(THINK) if is_thinking else text
 
-    @staticmethod
-    def without_part_of_tag(text):
-        """-> (text, its end if that could begin a closing tag)."""
-        for size in range(len(THINK_END) - 1, 0, -1):
-            if text.endswith(THINK_END[:size]):
-                return text[:-size], text[-size:]
-        return text, ""
+    def without_part_of_tag(self, text):
+        """`text` without an end that could begin a closing tag, which is kept for the next piece."""
+        cut = text.rfind("<")
+        if cut >= 0 and THINK_END.startswith(text[cut:]):
+            text, self.rest = text[:cut], text[cut:]
+        return text
 
     def end(self):
         """Yields what is left. Whatever comes later is answer."""
@@ -2489,19 +2478,21 @@ THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"
 
 
 def without_tools(messages):
-    """Messages for a template that knows no tools: a call and its result become text; -> [(role,
-    text)], roles alternating.
+    """Messages for a template that knows no tools: a call and its result become text; -> [[role,
+    text], …], roles alternating.
     """
     turns = []
     for message in messages:
         role, text = message["role"], message["content"]
-        for call in message.get("tool_calls") or []:
-            text = f"{text}\n[called {call['function']['name']} {call['function']['arguments']}]".lstrip()
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            text = f"{text}\n[called {function['name']} {function['arguments']}]".lstrip()
         if role == "tool":
             role, text = "user", f"[its result]\n{text}"
         if turns and turns[-1][0] == role:
-            text = f"{turns.pop()[1]}\n\n{text}"
-        turns.append((role, text))
+            turns[-1][1] += f"\n\n{text}"
+        else:
+            turns.append([role, text])
     return turns
 
 
@@ -2509,11 +2500,11 @@ def as_prompt(messages, template):
     """The prompt that a format of TEMPLATES makes of messages, without the token that begins a
     text: the server puts that.
     """
-    turns, prompt = without_tools(messages), ""
-    # no system role: its text goes before the first question
-    if turns and turns[0][0] not in template:
-        (_, system), question = turns[0], turns[1][1] if len(turns) > 1 else ""
-        turns[:2] = [("user", f"{system}\n\n{question}" if question else system)]
+    turns = without_tools(messages)
+    if turns[0][0] not in template:  # no system role: its text goes before the first question
+        system = turns.pop(0)[1]
+        turns[0][1] = f"{system}\n\n{turns[0][1]}"
+    prompt = ""
     for role, text in turns:
         before, after = template[role]
         prompt += before + text + after
@@ -2556,76 +2547,66 @@ PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
 
 # -- the template in a model file
 
-# bytes of a number
-GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-GGUF_TEXT, GGUF_ARRAY = 8, 9  # the other types
+GGUF_HEADS = (b"GGUF\2\0\0\0", b"GGUF\3\0\0\0")
+GGUF_NUMBER, GGUF_TEXT, GGUF_LIST = 4, 8, 9  # types of a value
 
 
-def gguf_header(file):
-    """{key: value} at the head of a little-endian GGUF file: texts, lists of texts, and integers.
+def behind(raw, key, kind):
+    """What follows a key of that type at the head of a GGUF file; b"" where there is none.
 
-    Any other list is None. What follows the header is not read. Raises ValueError with what is
-    wrong. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
-    def read(size):
-        raw = file.read(size) if size <= MOST_TEXT else b""
-        if len(raw) < size:
-            raise ValueError("the header is damaged, or cut off")
-        return raw
+    entry = len(key).to_bytes(8, "little") + key.encode() + kind.to_bytes(4, "little")
+    return raw.partition(entry)[2]
 
-    def number(size):
-        return int.from_bytes(read(size), "little")
 
-    def text():
-        return read(number(8)).decode("utf-8", "replace")
+def number_at(raw, start, size=8):
+    return int.from_bytes(raw[start:start + size], "little")
 
-    def value(kind):
-        if kind == GGUF_TEXT:
-            return text()
-        if kind != GGUF_ARRAY:
-            return number(GGUF_SIZES.get(kind, MOST_TEXT + 1))
-        kind, count = number(4), number(8)
-        if kind == GGUF_TEXT:
-            return [text() for _ in range(count)]
-        read(count * GGUF_SIZES.get(kind, MOST_TEXT + 1))
-        return None
 
-    if file.read(4) != b"GGUF":
-        raise ValueError("this is no GGUF file")
-    version = number(4)
-    if version not in (2, 3):
-        raise ValueError(f"this is GGUF version {version}: mm reads 2 and 3, little-endian")
-    number(8)  # of tensors
-    header = {}
-    for _ in range(number(8)):
-        key = text()
-        header[key] = value(number(4))
-    return header
+def gguf_text(raw, start):
+    """The text at `start`: its length, and its bytes."""
+    first = start + 8
+    return raw[first:first + number_at(raw, start)].decode("utf-8", "replace")
+
+
+def end_of_turn(raw):
+    """The token that ends a turn, from the list of tokens at the head of a GGUF file, or ""."""
+    end = behind(raw, "tokenizer.ggml.eot_token_id", GGUF_NUMBER)
+    end = end or behind(raw, "tokenizer.ggml.eos_token_id", GGUF_NUMBER)
+    tokens = behind(raw, "tokenizer.ggml.tokens", GGUF_LIST)  # their type, how many, each
+    index, count = number_at(end, 0, 4), number_at(tokens, 4)
+    if not end or index >= count:
+        return ""
+    start = 12
+    for _ in range(index):
+        start += 8 + number_at(tokens, start)
+    return gguf_text(tokens, start)
 
 
 def template_of(path):
     """-> (chat template of a GGUF file, its name in TEMPLATES or "", its end-of-turn token or "").
 
+    The keys stand at the head of the file, of which as much is looked at as mm reads of any file.
     Raises MMError("config") for a file that cannot be read, is none, or has no template.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait
+        raise MMError("config", f"{path}: this is no regular file")
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait
-            raise ValueError("this is no regular file")
         with open(path, "rb") as file:
-            header = gguf_header(file)
-    except (OSError, ValueError) as error:
-        raise MMError("config", f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    template = header.get("tokenizer.chat_template")
-    if not isinstance(template, str) or not template:
-        split = " (the first file of a split model has it)" if as_int(header.get("split.no")) else ""
-        raise MMError("config", f"{path}: this model has no chat template{split}")
-    tokens = header.get("tokenizer.ggml.tokens") or []
-    number = header.get("tokenizer.ggml.eot_token_id", header.get("tokenizer.ggml.eos_token_id"))
-    end = tokens[number] if isinstance(number, int) and number < len(tokens) else ""
+            raw = file.read(MOST_TEXT)
+    except OSError as error:
+        raise MMError("config", f"{path}: {error.strerror}") from None
+    if raw[:8] not in GGUF_HEADS:
+        raise MMError("config", f"{path}: this is no GGUF file of version 2 or 3, little-endian")
+    template = gguf_text(behind(raw, "tokenizer.chat_template", GGUF_TEXT), 0)
+    if not template:
+        raise MMError("config", f"{path}: no chat template in its first {MOST_TEXT >> 20} MiB "
+                      "(of a split model, the first file has it)")
     for name, form in TEMPLATES.items():
         if form["known_by"] in template and form["but_not"] not in template:
-            return template, name, end
-    return template, "", end
+            return template, name, end_of_turn(raw)
+    return template, "", end_of_turn(raw)
 
 
 # ==================================================================================================
