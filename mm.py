@@ -2326,19 +2326,14 @@ def has_lone_end(answer):
 def retry_after(headers):
     """Seconds to wait, as an answer's headers tell, or None.
 
-    Retry-After is in seconds or a date (RFC 9110, 10.2.3), and some write fractions; OpenAI and
-    Azure send retry-after-ms beside it.
+    Retry-After is in seconds (RFC 9110, 10.2.3), and some write fractions; OpenAI and Azure send
+    retry-after-ms beside it.
     """
-    exact, value = headers.get("retry-after-ms", ""), headers.get("Retry-After", "")
-    try:
-        if re.fullmatch(r"[\d.]{1,12}", exact.strip()):
-            return float(exact) / 1000
-        if re.fullmatch(r"[\d.]{1,12}", value.strip()):
-            return float(value)
-        from email.utils import parsedate_to_datetime
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return None
+    for name, per_second in (("retry-after-ms", 1000), ("Retry-After", 1)):
+        value = headers.get(name, "").strip()
+        if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", value):
+            return float(value) / per_second
+    return None
 
 
 class Protocol:
@@ -2359,11 +2354,9 @@ class Protocol:
         tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes);
         sampling: fields that go out as they are; refused: optional fields that are left out.
         """
-        body = {
-            key: value
-            for key, value in self.fields(history, system, tools, think).items()
-            if key not in refused
-        }
+        body = self.fields(history, system, tools, think)
+        for field in refused:
+            body.pop(field, None)
         body = merged(body, sampling)
         if body["stream"] is not True:  # -o stream=false
             body.pop("stream_options", None)  # vLLM refuses it then
@@ -2378,11 +2371,12 @@ class Protocol:
         session, proxy = open_session(connection, url)
         from http.client import HTTPException
         from urllib3.exceptions import HTTPError  # not before open_session() has found requests
-        headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
+        headers = {**self.backend.headers(), "Content-Type": "application/json",
+                   "Accept": "text/event-stream"}
+        seconds = (CONNECT_SECONDS, None)  # silence is the watchdog's
         try:
-            with session, session.post(url, data=body, headers=headers, stream=True, allow_redirects=False,
-                                       # silence is the watchdog's
-                                       timeout=(CONNECT_SECONDS, None)) as response:
+            with session, session.post(url, data=body, headers=headers, stream=True,
+                                       allow_redirects=False, timeout=seconds) as response:
                 if response.status_code >= 300:
                     raise self.refusal(response, url, proxy, connection)
                 answered = True
@@ -2396,36 +2390,32 @@ class Protocol:
         finally:
             connection.hang_up()
 
-    def end_thinking(self, its_id):
-        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will.
+    def end_thinking(self, stream_id):
+        """Tells llama.cpp to end the thinking of that stream; -> whether it will.
 
         Called in the main thread, while the stream is read in its own.
         """
-        order = {"id": its_id, "action": "reasoning_end"}
+        order = {"id": stream_id, "action": "reasoning_end"}
         answer = fetch_page(self.backend, "chat/completions/control", order)
-        return isinstance(answer, dict) and answer.get("success") is True
+        return dig(answer, "success", "") is True
 
     def refusal(self, response, url, proxy, connection):
         """MMError for an answer that is none: a redirect, or a status of 400 and more.
 
         requests would follow a redirect with a GET, and to any host, with the key.
         """
-        if response.status_code < 400:
+        status, shown = response.status_code, show_url(url)
+        if status < 400:
             from urllib.parse import urljoin
-            what = f"gave HTTP {response.status_code}"
-            try:
-                target = show_url(urljoin(url, response.headers["Location"]))
-                what = f"has moved to {target}: use that as the URL"
-            except (KeyError, ValueError):
-                pass  # it does not say where to
-            return MMError("not_found", f"{show_url(url)} {what}")
+            target = show_url(urljoin(url, response.headers.get("Location", "")))
+            return MMError("not_found", f"{shown} has moved to {target} (HTTP {status}): "
+                                        "use that as the URL")
         timer = threading.Timer(PROBE_SECONDS, connection.hang_up)
         timer.start()  # an error whose text never ends is still an error
         body = beginning(response, MAX_WORDS)
         timer.cancel()
-        wait = retry_after(response.headers)
-        error = explain(response.status_code, body, self.backend, show_url(url), wait)
-        if proxy and response.status_code in (407, 502, 503, 504):
+        error = explain(status, body, self.backend, shown, retry_after(response.headers))
+        if proxy and status in (407, 502, 503, 504):
             advice = f"it was asked through the proxy {show_url(proxy)}"
             error.message = compose(error.message, "", advice)
         return error
@@ -2440,9 +2430,12 @@ class ChatCompletions(Protocol):
 
     def fields(self, history, system, tools, think):
         entry = self.backend.entry
-        body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
-                "messages": to_messages(history, system), "stream": True, **entry["fields"]}
-        return body if think is None else merged(body, entry["thinking"].get("on" if think else "off", {}))
+        switch = {True: "on", False: "off"}.get(think)
+        body = {"model": self.backend.model, "messages": to_messages(history, system),
+                "stream": True, **entry["fields"]}
+        if tools:
+            body["tools"] = tools
+        return merged(body, entry["thinking"].get(switch, {}))
 
     def tags(self, think):
         setting = self.backend.entry["thinkTags"]
@@ -2453,23 +2446,33 @@ class ChatCompletions(Protocol):
 
 # -- raw prompts
 
-# Format: for each role what stands before and after its text; how the model's turn begins, and the
-# token that ends it. A template in Jinja is of that format if it has the text `known_by`, and not
-# `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
+# Format: for each role, what stands before and after its text, the {}. What stands before the
+# assistant's begins the model's turn, and what stands after it ends one. A template in Jinja is of
+# that format if it has the text `known_by`, and not `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
 TEMPLATES = {
-    "chatml": {"system": ("<|im_start|>system\n", "<|im_end|>\n"), "user": ("<|im_start|>user\n", "<|im_end|>\n"),
-               "assistant": ("<|im_start|>assistant\n", "<|im_end|>\n"), "turn": "<|im_start|>assistant\n", "stop": "<|im_end|>",
-               "known_by": "<|im_start|>", "but_not": "<|im_sep|>"},
-    "llama3": {"system": ("<|start_header_id|>system<|end_header_id|>\n\n", "<|eot_id|>"),
-               "user": ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
-               "assistant": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-               "turn": "<|start_header_id|>assistant<|end_header_id|>\n\n", "stop": "<|eot_id|>",
-               "known_by": "<|start_header_id|>", "but_not": "<|header_start|>"},
+    "chatml": {
+        "system": "<|im_start|>system\n{}<|im_end|>\n",
+        "user": "<|im_start|>user\n{}<|im_end|>\n",
+        "assistant": "<|im_start|>assistant\n{}<|im_end|>\n",
+        "known_by": "<|im_start|>", "but_not": "<|im_sep|>",
+    },
+    "llama3": {
+        "system": "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
+        "user": "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+        "assistant": "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
+        "known_by": "<|start_header_id|>", "but_not": "<|header_start|>",
+    },
     # these two have no system role: its text stands before the first question
-    "gemma": {"user": ("<start_of_turn>user\n", "<end_of_turn>\n"), "assistant": ("<start_of_turn>model\n", "<end_of_turn>\n"),
-              "turn": "<start_of_turn>model\n", "stop": "<end_of_turn>", "known_by": "<start_of_turn>", "but_not": "<|turn>"},
-    "mistral": {"user": ("[INST]", "[/INST]"), "assistant": ("", "</s>"), "turn": "", "stop": "</s>",
-                "known_by": "[INST]", "but_not": "<<SYS>>"},
+    "gemma": {
+        "user": "<start_of_turn>user\n{}<end_of_turn>\n",
+        "assistant": "<start_of_turn>model\n{}<end_of_turn>\n",
+        "known_by": "<start_of_turn>", "but_not": "<|turn>",
+    },
+    "mistral": {
+        "user": "[INST]{}[/INST]",
+        "assistant": "{}</s>",
+        "known_by": "[INST]", "but_not": "<<SYS>>",
+    },
 }
 
 
@@ -2504,11 +2507,8 @@ def as_prompt(messages, template):
     if turns[0][0] not in template:  # no system role: its text goes before the first question
         system = turns.pop(0)[1]
         turns[0][1] = f"{system}\n\n{turns[0][1]}"
-    prompt = ""
-    for role, text in turns:
-        before, after = template[role]
-        prompt += before + text + after
-    return prompt + template["turn"]
+    prompt = "".join(template[role].replace("{}", text) for role, text in turns)
+    return prompt + template["assistant"].partition("{}")[0]
 
 
 class RawCompletions(Protocol):
@@ -2532,10 +2532,11 @@ class RawCompletions(Protocol):
         template = TEMPLATES[entry["template"] or "chatml"]
         block = {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
         prompt = as_prompt(to_messages(history, system), template) + block
-        optional = {**entry["fields"]}
-        optional.pop("reasoning_control", None)  # the thinking block is not the server's
-        return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]],
-                **entry["limit"], **optional}
+        stop = template["assistant"].partition("{}")[2].strip()
+        body = {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [stop],
+                **entry["limit"], **entry["fields"]}
+        body.pop("reasoning_control", None)  # the thinking block is not the server's
+        return body
 
     def tags(self, think):
         opens = self.opens(think)

@@ -3961,7 +3961,7 @@ def test_a_replay_is_paced_on_a_terminal_alone(run_mm, terminal, tmp_path):
 
 @pytest.mark.parametrize("headers, body, wait", [
     ({"Retry_After": "0"}, {}, 0), ({"Retry_After": "0.2"}, {}, 0.2), ({"retry_after_ms": "200", "Retry_After": "9"}, {}, 0.2),
-    ({"Retry_After": "Wed, 21 Oct 2015 07:28:00 GMT"}, {}, 0), ({}, {"details": [{"retryDelay": "0.2s"}]}, 0.2),
+    ({}, {"details": [{"retryDelay": "0.2s"}]}, 0.2),
 ])
 def test_a_busy_server_says_how_long_in_many_ways(serve, headers, body, wait):
     busy = reply(429, {"error": {"message": "slow down", **body}}, **headers)
