@@ -3018,11 +3018,11 @@ class Timeline:
 
     def add(self, kind, tokens, now, since=None):
         """Counts tokens at `now`, or spreads them evenly over the time from `since` to now."""
-        last = int((now - self.started) * 10)
+        row, last = self.rows[kind], int((now - self.started) * 10)
         first = last if since is None else int((since - self.started) * 10)
-        row = self.rows[kind]
+        share = tokens / (last - first + 1)
         for tenth in range(first, last + 1):
-            row[tenth] = row.get(tenth, 0) + tokens / (last - first + 1)
+            row[tenth] = row.get(tenth, 0) + share
 
 
 def counted_tokens(usage, timings):
@@ -3033,47 +3033,41 @@ def counted_tokens(usage, timings):
     them (Anthropic's cache, xAI's thinking): total_tokens tells, and that no part is larger than
     its whole.
     """
-    usage, timings = usage or {}, timings or {}
-
-    def count(key, details=None):
-        place = usage.get(details) if details else usage
-        return as_int(place.get(key)) if isinstance(place, dict) else 0
+    def count(path, figures=usage):
+        return as_int(dig(figures, path, ""))
 
     prompt, produced = count("prompt_tokens"), count("completion_tokens")
-    thinking = count("reasoning_tokens", "completion_tokens_details")
-    cached = count("cached_tokens", "prompt_tokens_details")
+    thinking = count("completion_tokens_details.reasoning_tokens")
+    cached = count("prompt_tokens_details.cached_tokens")
     cached = cached or count("prompt_cache_hit_tokens") or count("cache_read_input_tokens")
     beside = count("total_tokens") - prompt - produced  # what is in neither
-    if cached > prompt or (cached and beside in (cached, cached + thinking)):
-        prompt, beside = prompt + cached, beside - cached
-    if thinking > produced or (thinking and beside == thinking):
+    if thinking > produced or thinking == beside:
         produced += thinking
+        beside -= thinking
+    if cached > prompt or cached == beside:
+        prompt += cached
     if not prompt:
-        cached = as_int(timings.get("cache_n"))
-        prompt = as_int(timings.get("prompt_n")) + cached
-    return prompt, cached, produced or as_int(timings.get("predicted_n")), thinking
+        cached = count("cache_n", timings)
+        prompt = cached + count("prompt_n", timings)
+    return prompt, cached, produced or count("predicted_n", timings), thinking
 
 
 class Reply:
-    """What one model call has brought so far, and when. keep: keep the thinking as well, to send it
-    back.
-    """
+    """What one model call has brought so far, and when."""
 
-    def __init__(self, timeline=None, keep=False):
+    def __init__(self, timeline=None):
         self.timeline = timeline or Timeline()
         self.answer, self.thought = io.StringIO(), io.StringIO()
-        self.keep, self.kept = keep, 0  # kept: characters
         self.calls = Calls()
-        self.finish, self.usage, self.timings = None, None, None
-        self.model, self.id = "", ""  # as the server calls them
+        self.finish = self.usage = self.timings = None
+        self.model = self.id = ""  # as the server calls them
         self.extra = {}  # fields that only this server knows
         self.media = ""  # "image" or "audio", where the answer has any
-        self.tokens = {"reasoning": 0, "answer": 0, "call": 0}
-        self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0}
-        self.started = self.last = time.monotonic()
+        self.tokens = dict.fromkeys(TOKENS, 0)
+        self.seconds = dict.fromkeys(TOKENS, 0.0)
         self.first_token = None
-        # prompt tokens, and when they were told of
-        self.prompt_read, self.prompt_told = 0, self.started
+        self.prompt_tokens = 0  # that the server has read, as it last said, at `prompt_time`
+        self.started = self.last = self.prompt_time = time.monotonic()
 
     def count(self, kind):
         """Counts a delta as a token, which it is on every server that mm knows, and the time since
@@ -3088,30 +3082,26 @@ class Reply:
         self.last = now
         self.timeline.add(kind, 1, now)
 
-    def count_prompt(self, processed):
+    def count_prompt(self, tokens):
         """Counts the prompt tokens read since the last report: llama.cpp tells it once in 2,048."""
-        now, new = time.monotonic(), max(0, processed - self.prompt_read)
-        self.timeline.add("prompt", new, now, self.prompt_told)
-        self.prompt_read, self.prompt_told = max(processed, self.prompt_read), now
+        now, new = time.monotonic(), tokens - self.prompt_tokens
+        if new > 0:
+            self.timeline.add("prompt", new, now, self.prompt_time)
+            self.prompt_tokens, self.prompt_time = tokens, now
 
     def write(self, kind, text):
-        """Keeps text of the answer, and of the thinking where it is to go back."""
-        if kind == "answer":
-            self.answer.write(text)
-        elif self.keep:
-            self.thought.write(text)
-        else:
-            return
-        self.kept += len(text)
-        if self.kept > MAX_LINE:
+        """Keeps a piece of the answer, or of the thinking, which may have to go back."""
+        kept = self.answer if kind == "answer" else self.thought
+        kept.write(text)
+        if kept.tell() > MAX_LINE:
             raise MMError("protocol", f"the answer passed {MAX_LINE >> 20} Mi characters")
 
     def add_extra(self, fields):
         """Keeps fields that only this server knows; a list goes on where it stopped."""
         for key, value in fields.items():
-            before = self.extra.get(key)
-            is_more = isinstance(before, list) and isinstance(value, list)
-            self.extra[key] = before + value if is_more else value
+            if isinstance(value, list):
+                value = self.extra.get(key, []) + value
+            self.extra[key] = value
 
     def produced_tokens(self):
         """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta
@@ -3346,8 +3336,7 @@ class Conversation:
         tries, loading, started = 0, False, time.monotonic()
         think = False if make_body else self.think
         while True:
-            may_go_back = self.echo.on or bool(self.toolbox.names)
-            reply = Reply(None if make_body else self.timeline, may_go_back)
+            reply = Reply(None if make_body else self.timeline)
             self.replies.append(reply)
             try:
                 body = make_body() if make_body else self.request()
