@@ -1915,6 +1915,9 @@ class ModelCall:
         """
         self.box.put(("waiting", 0.0))
 
+    def say(self, message):
+        self.box.put(("notice", message))
+
     def read(self):
         """The reader thread: puts deltas into the box, then how it ended (None or an MMError)."""
         ended = None
@@ -2193,6 +2196,13 @@ class Echo:
                 sent["tool_call_id"] = self.sent_id(message["tool_call_id"])
             out.append(sent)
         return out, tokens
+
+    def forget(self, history, is_refused):
+        """Takes the thinking out of a history; a model whose template refused it gets no more."""
+        for message in history:
+            message.get("origin", {})["text"] = ""
+        if is_refused:
+            self.refusing.add(self.backend.model)
 
     def sent_id(self, call_id):
         """The id of a call for this server. One that it did not make becomes nine letters and
@@ -3120,8 +3130,8 @@ class Reply:
 
 
 def read_reply(incoming, reply, tags=None):
-    """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's
-    own `waiting`. tags: the ThinkTags that part its answer, or None.
+    """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, notice, and
+    mm's own `waiting`. tags: the ThinkTags that part its answer, or None.
     """
     if tags:
         incoming = split_thinking(incoming, tags)
@@ -3140,6 +3150,8 @@ def read_reply(incoming, reply, tags=None):
         elif kind == "progress":
             reply.count_prompt(value[0])
             yield {"type": "progress", "processed": value[0], "total": value[1]}
+        elif kind == "notice":
+            yield notice(value)
         elif kind != "finish":  # usage, timings, model, id, media
             setattr(reply, kind, value)
         elif not reply.finish or reply.finish == "stop":
@@ -3185,12 +3197,12 @@ class Conversation:
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
         self.refused = set()  # optional request fields that this server does not take
-        self.notices = []     # what is to be said at the next occasion
         self.told_of_tags = False
+        self.answered = set()  # models that have answered under another name, and were looked for
         # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C
         # counts too
         self.call = None
-        # its thinking is to be ended ("wanted"), or the server was told so ("asked")
+        # its thinking can be ended ("can"), is to be ("wanted"), or the server was told so ("asked")
         self.ending = ""
         self.window, self.probes = settings["contextWindow"], 0
         # more than one question is to come, so that the window is worth asking for at once
@@ -3240,7 +3252,6 @@ class Conversation:
             if is_refused and self.session and self.untaken:
                 self.session.withdraw()
             self.untaken = False
-        yield from self.what_is_to_be_said()
 
     def remember(self, message):
         self.history.append(message)
@@ -3253,20 +3264,16 @@ class Conversation:
         self.measured = (0, 0)
         self.record({"history": [without_thought(message) for message in history]})
 
-    def what_is_to_be_said(self):
-        while self.notices:
-            yield notice(self.notices.pop(0))
-
     def interrupt(self):
         """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False
         where it can do neither.
         """
+        if self.stopped or not (self.call or self.toolbox.busy):
+            return False
         if self.can_end_thinking():
             self.ending = "wanted"
             self.call.wake()
             return True
-        if self.stopped or not (self.call or self.toolbox.busy):
-            return False
         if self.call:
             self.call.stop()
         self.stopped = self.toolbox.stopped = True
@@ -3274,21 +3281,15 @@ class Conversation:
 
     def can_end_thinking(self):
         """Whether the model thinks right now and can be told to come to its answer, once."""
-        if not self.may_end_thinking or not self.call or self.ending or not self.replies:
-            return False
-        fields = set(self.backend.entry["fields"]) - self.refused
-        if "reasoning_control" not in fields or not self.protocol.applies_template:
+        if self.ending != "can" or not self.may_end_thinking:
             return False
         reply = self.replies[-1]
-        is_shown = reply.timeline is self.timeline  # a summary's is not
-        is_thinking = reply.tokens["reasoning"] and not reply.tokens["answer"]
-        return bool(is_shown and is_thinking and reply.id)
+        return bool(reply.id and reply.tokens["reasoning"] and not reply.tokens["answer"])
 
     def steps(self):
         """Model calls and tool calls in turn, until the model answers."""
-        step = 0
-        while not self.settings["maxSteps"] or step < self.settings["maxSteps"]:
-            step += 1
+        most = self.settings["maxSteps"] or sys.maxsize
+        for _ in range(most):
             yield from self.make_room()
             reply = yield from self.model_call()
             calls, answer, self.partial = reply.finished_calls(), reply.answer.getvalue(), ""
@@ -3304,7 +3305,7 @@ class Conversation:
                 return
             for call in calls:
                 yield from self.tool_call(call)
-        raise MMError("steps", f"stopped after {step} model calls in one turn: "
+        raise MMError("steps", f"stopped after {most} model calls in one turn: "
                       "ask it to go on, or raise --max-steps (maxSteps)")
 
     def tool_call(self, call):
@@ -3327,76 +3328,69 @@ class Conversation:
         if self.toolbox.stopped:
             raise MMError("cancelled", "stopped")
 
-    def model_call(self, make_body=None):
+    def model_call(self, asked=None):
         """One model call, asked again where that can help, with the same bytes unless something is
-        left out of them; no tool runs again. -> its whole Reply.
+        left out of them; no tool runs again. -> its complete Reply.
 
-        make_body: for a request that is not the conversation's own (a summary): makes its bytes.
+        asked: the messages of a request that is not the conversation's own (a summary's).
         """
         tries, loading, started = 0, False, time.monotonic()
-        think = False if make_body else self.think
         while True:
-            reply = Reply(None if make_body else self.timeline)
-            self.replies.append(reply)
+            reply = Reply(None if asked else self.timeline)
             try:
-                body = make_body() if make_body else self.request()
-                yield from self.read(reply, body, self.protocol.tags(think))
+                yield from self.read(reply, asked)
                 return reply
             except MMError as error:
                 if error.kind == "not_found":
-                    hint = self.unlisted_model()
-                    error.message += f" · {hint}" if hint else ""
-                left_out = yield from self.leave_out(error, reply, make_body is not None)
+                    error.message = " · ".join(filter(None, (error.message, self.unlisted_model())))
+                left_out = yield from self.leave_out(error, reply, asked)
                 if left_out:
                     continue
                 if not self.may_try_again(error, reply, tries, time.monotonic() - started):
                     raise
-                if not (loading and error.again == "loading"):  # loading is said once
-                    yield {"type": "retry", "reason": error.message}
-                loading = error.again == "loading"
+                was_loading, loading = loading, error.again == "loading"
                 tries += not loading
-                yield from self.pause(0.0 if error.again == "stream" else error.wait)
+                if not asked and not (loading and was_loading):  # loading is said once
+                    yield {"type": "retry", "reason": error.message}
+                yield from self.pause(0 if error.again == "stream" else error.wait)
             finally:
                 # a second try that brings nothing does not take away what the first one brought
-                if not make_body:
+                if not asked:
                     self.partial = reply.answer.getvalue() or self.partial
                 self.call, self.ending = None, ""
 
-    def leave_out(self, error, reply, for_summary):
+    def leave_out(self, error, reply, asked):
         """Leaves out of the next request what the one that ended in `error` was refused for: an
         optional field, earlier thinking, or turns that do not fit. -> whether there was any.
+
+        asked: see model_call().
         """
         if self.stopped or reply.first_token is not None:
             return False
+        missing = re.search(r"\b(reasoning_content|reasoning)\b.*HTTP 400", error.message)
+        refuses_thinking = refuses_thoughts(error)
         if error.again == "field" and error.field not in self.refused:
             self.refused.add(error.field)
-            if error.field not in self.backend.entry["fields"]:  # it was asked for (--no-think)
-                yield notice(f"the server refuses {error.field}: asked again without it")
-            return True
-        if for_summary:
+            if error.field in self.backend.entry["fields"]:
+                return True  # nobody has asked for it
+            left_out = error.field
+        elif asked:
             return False
-        if error.again == "tools" and self.toolbox.names:
-            self.toolbox.names = []
-            yield notice(f"{error.message}: asked again without tools")
-            return True
-        refused = refuses_thoughts(error)
-        if self.thought_tokens and (refused or error.kind == "overflow"):
-            for message in self.history:
-                message.get("origin", {})["text"] = ""
-            why = "the context is full"
-            if refused:
-                self.echo.refusing.add(self.backend.model)
-                why = "the server refuses thinking in the history, and gets none from now on"
-            yield notice(f"{why}: asked again without the earlier thinking")
-            return True
-        missing = re.search(r"\b(reasoning_content|reasoning)\b.*HTTP 400", error.message)
-        if missing and not self.echo.insists and any(m.get("tool_calls") for m in self.history):
+        elif error.again == "tools" and self.toolbox.names:
+            self.toolbox.names, left_out = [], "tools"
+        elif self.thought_tokens and (refuses_thinking or error.kind == "overflow"):
+            self.echo.forget(self.history, refuses_thinking)
+            left_out = "the earlier thinking"
+        elif missing and not self.echo.insists and any("tool_calls" in m for m in self.history):
             self.echo.insists = missing.group(1)
             return True
-        if error.kind == "overflow" and self.can_sum_up:
+        elif error.kind == "overflow" and self.can_sum_up:
             self.window = self.window or error.window
             return (yield from self.compact())
-        return False
+        else:
+            return False
+        yield notice(f"{error.message}: asked again without {left_out}")
+        return True
 
     def unlisted_model(self):
         """unknown_model() by the list of a server of one's own, which is asked for it; else ""."""
@@ -3406,63 +3400,79 @@ class Conversation:
 
     def what_of_the_model(self, served):
         """A notice where a server has answered by another model than the one that was named."""
-        if served and not same_model(served, self.backend.model):
-            message = self.unlisted_model()
-            if message:
-                yield notice(f"{message}: {served} has answered")
+        if not served or served in self.answered or same_model(served, self.backend.model):
+            return
+        self.answered.add(served)  # the server's list is asked for once a name
+        message = self.unlisted_model()
+        if message:
+            yield notice(f"{message}: {served} has answered")
 
     def may_try_again(self, error, reply, tries, elapsed):
         """Whether the call that ended in `error` is made once more (see MMError.again)."""
         if self.stopped or reply.finish is not None or error.again in ("", "field", "tools"):
             return False
         if error.again == "loading":
-            limit = self.settings["firstTokenTimeout"]
-            return not limit or elapsed < limit
+            return elapsed < (self.settings["firstTokenTimeout"] or math.inf)
         can_be_taken_back = self.restartable or not reply.answer.tell()
         return tries < self.settings["retries"] and can_be_taken_back
 
     def pause(self, seconds):
-        started = time.monotonic()
-        while time.monotonic() - started < seconds:
+        for tenth in range(round(seconds * 10)):
+            yield {"type": "waiting", "seconds": tenth / 10}
+            time.sleep(0.1)
             if self.stopped:
                 raise MMError("cancelled", "stopped")
-            yield {"type": "waiting", "seconds": time.monotonic() - started}
-            time.sleep(min(0.1, seconds))
 
     def request(self):
-        """The bytes of the next request."""
+        """The body of the conversation's next request."""
         tools = self.toolbox.schemas()
         history, self.thought_tokens = self.echo.outgoing(self.history, tools)
         # options (-o) are the strongest: section 14 has laid them over the provider's own
         sampling = merged(self.settings["sampling"], self.backend.entry["sampling"])
-        return serialised(self.protocol.body(history, self.system, tools, sampling, self.think,
-                                             self.refused))
+        return self.protocol.body(history, self.system, tools, sampling, self.think, self.refused)
 
-    def read(self, reply, body, tags):
-        """One request and its stream, as events. body: its bytes; tags: see Protocol.tags()."""
-        def open_stream(connection):
-            return self.protocol.stream(body, connection, self.tap, self.notices.append)
+    def read(self, reply, asked):
+        """One request and its stream into `reply`, as events; of a summary, how it grows.
 
-        settings, is_set = self.settings, self.settings.source("watchdogTimeout")
-        waits_for_call = self.toolbox.names and not self.backend.entry["streamsCalls"] and not is_set
-        self.call = ModelCall(open_stream, settings["watchdogTimeout"],
-                              settings["firstTokenTimeout"], waits_for_call)
-        for event in read_reply(self.call, reply, tags):
-            if self.untaken and event["type"] != "waiting":  # the server has taken it
+        asked: see model_call().
+        """
+        if asked:
+            think, body = False, self.protocol.body(asked, "", [], {}, False, self.refused)
+        else:
+            think, body = self.think, self.request()
+            self.replies.append(reply)
+            self.ending = "can" if "reasoning_control" in body else ""
+        raw = serialised(body)
+        for event in read_reply(self.start_call(raw), reply, self.protocol.tags(think)):
+            if event["type"] != "waiting":  # the server has taken it
                 self.untaken = False
-            yield event
-            yield from self.what_is_to_be_said()
+            if asked and reply.first_token is not None:
+                event["summing_up"] = sum(reply.tokens.values())
+            if not asked or event["type"] not in TOKENS:
+                yield event
             if self.ending == "wanted":  # Ctrl-C
                 self.ending = "asked"
                 if not self.protocol.end_thinking(reply.id):
                     raise MMError("cancelled", "stopped")
-        hint = truncation_hint(body, reply)
+        hint = truncation_hint(raw, reply)
         if hint:
             yield notice(hint)
         if not self.told_of_tags and has_lone_end(reply.answer.getvalue()):
             self.told_of_tags = True
             yield notice("this answer has a closing </think> and no opening one: `thinkTags: open` "
                          "for this provider in the config parts the thinking from it")
+
+    def start_call(self, raw):
+        """The ModelCall that posts these bytes; what goes wrong with --tap is one of its deltas."""
+        def open_stream(connection):
+            return self.protocol.stream(raw, connection, self.tap, call.say)
+
+        settings, is_set = self.settings, self.settings.source("watchdogTimeout")
+        may_be_silent = self.toolbox.names and not self.backend.entry["streamsCalls"] and not is_set
+        call = ModelCall(open_stream, settings["watchdogTimeout"], settings["firstTokenTimeout"],
+                         may_be_silent)
+        self.call = call
+        return call
 
     # -- the context window
 
@@ -3509,11 +3519,9 @@ class Conversation:
         Cut between turns, so never between a call and its result. Where only one turn is left, its
         older tool results go.
         """
-        cut = len(self.history)
-        while cut and not everything:
-            cut -= 1
-            if self.history[cut]["role"] == "user":
-                break
+        questions = [index for index, message in enumerate(self.history)
+                     if message["role"] == "user"]
+        cut = len(self.history) if everything or not questions else questions[-1]
         # nothing is left to sum up
         if cut == 0 or (cut == 1 and self.history[0]["content"].startswith(SUMMED_UP)):
             return (yield from self.drop_results())
@@ -3535,13 +3543,12 @@ class Conversation:
         """Takes the tool results but the last two out of the only turn there is; -> whether there
         were any.
         """
-        large = [index for index, message in enumerate(self.history)
+        large = [message for message in self.history
                  if message["role"] == "tool" and len(message["content"]) > 400][:-2]
-        history = list(self.history)
-        for index in large:
-            history[index] = {**history[index], "content": "[This result was taken out to make room.]"}
+        for message in large:
+            message["content"] = "[This result was taken out to make room.]"
         if large:
-            self.replace_history(history)
+            self.replace_history(list(self.history))
             yield notice(f"the context was full: {len(large)} older tool results were taken out")
         return bool(large)
 
@@ -3549,22 +3556,7 @@ class Conversation:
         """A summary of messages, asked for with thinking off. Raises MMError if there is none."""
         # three characters a token is cautious, and the summary itself needs room
         text = transcript(messages, int(self.window * 0.6) * 3)
-        asked = [{"role": "user", "content": SUMMARY + text}]
-        before, reply = len(self.replies), Reply()
-        work = self.model_call(lambda: serialised(
-            self.protocol.body(asked, "", [], {}, False, self.refused)))
-        try:
-            for event in work:
-                reply = self.replies[-1]  # what model_call returns is lost in a for loop
-                if reply.answer.tell() > max(len(text), 2000):
-                    raise MMError("empty", "the summary was longer than what it sums up")
-                if event["type"] == "waiting" and reply.first_token is not None:
-                    event["summing_up"] = sum(reply.tokens.values())
-                if event["type"] in ("waiting", "progress", "notice"):
-                    yield event
-        finally:
-            work.close()
-            del self.replies[before:]
+        reply = yield from self.model_call([{"role": "user", "content": SUMMARY + text}])
         answer = reply.answer.getvalue()
         if self.backend.entry["thinkTags"]:  # the template may have opened the block all the same
             answer = answer.split(THINK_END, 1)[-1]
@@ -3595,10 +3587,11 @@ class Conversation:
             self.window = self.settings["contextWindow"]
         if system is not None:
             self.system = system
+        about = {"model": self.backend.model, "system": self.system}
         if self.session:
-            self.session.about.update(model=self.backend.model, system=self.system)
+            self.session.about.update(about)
         if self.history:
-            self.record({"model": self.backend.model, "system": self.system})
+            self.record(about)
 
     def done(self):
         session = self.session.id if self.session else None
@@ -3622,25 +3615,19 @@ def tokens_in(value):
 
 
 def transcript(messages, room):
-    """Messages as text. Where they take more than `room` characters, each is cut to its share.
-
-    What a tool gave and took is cut to a quarter of that; an earlier summary keeps a quarter of the
-    room. room: 0 for any.
+    """Messages as text. Where they take more than `room` characters (0: any), the longest are cut
+    in the middle, such as what a tool gave.
     """
-    whole = sum(len(json.dumps(message, ensure_ascii=False)) for message in messages)
-    share = room // len(messages) if 0 < room < whole else whole
     parts = []
     for message in messages:
-        content, limit = message["content"], share
-        if message["role"] == "tool":
-            limit = share // 4
-        elif content.startswith(SUMMED_UP):
-            limit = max(share, room // 4)
-        parts.append(f"{message['role'].upper()}: {shorter(content, limit)}")
-        for call in message.get("tool_calls") or []:
-            arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
-            parts.append(f"CALL {call['name']} {shorter(arguments, share // 4)}")
-    return "\n\n".join(parts)
+        parts.append(f"{message['role'].upper()}: {message['content']}")
+        for call in message.get("tool_calls", []):
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            parts.append(f"CALL {call['name']} {arguments}")
+    limit = max(map(len, parts))
+    while sum(min(len(part), limit) for part in parts) > room > 0:
+        limit = limit * 3 // 4
+    return "\n\n".join(shorter(part, limit) for part in parts)
 
 
 def shorter(text, limit):
@@ -3652,19 +3639,18 @@ def done_event(provider, model, session, replies, started, timeline=None):
     its calls, and the Timeline.
     """
     last = replies[-1] if replies else Reply()
-    first = [reply.first_token for reply in replies if reply.first_token is not None]
-    thinking = answer = thinking_seconds = answer_seconds = 0
-    for reply in replies:
-        thinking_seconds += reply.seconds["reasoning"]
-        answer_seconds += reply.seconds["answer"] + reply.seconds["call"]
-        tokens = reply.produced_tokens()
-        thinking, answer = thinking + tokens[0], answer + tokens[1]
-    seconds = {"first_token": rounded(first[0] if first else None),
-               "thinking": rounded(thinking_seconds), "answer": rounded(answer_seconds),
+    waits = [reply.first_token for reply in replies if reply.first_token is not None]
+    tokens = [reply.produced_tokens() for reply in replies]
+
+    def spent(*kinds):
+        return rounded(sum(reply.seconds[kind] for reply in replies for kind in kinds))
+
+    seconds = {"first_token": rounded(waits[0]) if waits else None,
+               "thinking": spent("reasoning"), "answer": spent("answer", "call"),
                "total": rounded(time.monotonic() - started)}
     return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model,
             "session": session, "usage": last.usage, "timings": last.timings, "seconds": seconds,
-            "tokens": (thinking, answer), "timeline": timeline or Timeline()}
+            "tokens": tuple(map(sum, zip(*tokens))) or (0, 0), "timeline": timeline or Timeline()}
 
 
 def rounded(seconds):
@@ -3722,7 +3708,7 @@ def truncation_hint(body, reply):
     people send.
     """
     counted = counted_tokens(reply.usage, None)[0]
-    sent = len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
+    sent = len(body.decode().replace(" ", "").replace("\\n", ""))
     if not counted or sent <= 8000 or counted >= sent / 8:
         return ""
     return (f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: "
