@@ -2027,24 +2027,16 @@ def to_messages(history, system):
 
     A message and a call can have more that goes out with them: see Echo.outgoing().
     """
-    out = [{"role": "system", "content": system}] if system.strip() else []
-    waiting = []  # ids of calls that have no result yet
-
-    def add_result(call_id, content):
-        out.append({"role": "tool", "tool_call_id": call_id, "content": content})
-
+    turns = []  # (message, {call id: the result behind it})
     for message in history:
+        if message["role"] != "tool":
+            turns.append((message, {}))
+        elif turns:
+            turns[-1][1].setdefault(message["tool_call_id"], message["content"])
+    out = [{"role": "system", "content": system}] if system.strip() else []
+    for message, results in turns:
         role, content = message["role"], message["content"]
-        if role == "tool":
-            call_id = message["tool_call_id"]
-            if call_id in waiting:  # a result without its call would be refused
-                waiting.remove(call_id)
-                add_result(call_id, content)
-            continue
-        for call_id in waiting:
-            add_result(call_id, NO_RESULT)
         calls = message.get("tool_calls", [])
-        waiting = [call["id"] for call in calls]
         if not content.strip() and not calls:
             continue
         last = out[-1]["role"] if out else "system"
@@ -2057,11 +2049,12 @@ def to_messages(history, system):
             # the first one's thinking is left out: it is not what led to the second
             content = f"{out.pop()['content']}\n\n{content}".rstrip()
         sent = {"role": role, "content": content, **message.get("fields", {})}
+        out.append(sent)
         if calls:
             sent["tool_calls"] = [sent_call(call) for call in calls]
-        out.append(sent)
-    for call_id in waiting:
-        add_result(call_id, NO_RESULT)
+        for call in calls:  # a result without its call would be refused, and so would the reverse
+            result = results.get(call["id"], NO_RESULT)
+            out.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     return out
 
 
@@ -2148,7 +2141,8 @@ class Echo:
     """
 
     def __init__(self, backend, on):
-        self.backend, self.on = backend, on
+        self.backend = backend
+        self.on = on and backend.entry["local"]
         self.insists = backend.entry["insists"]  # field without which it takes no calls back, or ""
         self.ids = set()       # of the calls that it made
         self.served = {}       # model: what its server calls it
@@ -2175,15 +2169,14 @@ class Echo:
 
     def outgoing(self, history, tools):
         """-> (the history for to_messages(), with what goes back in it; tokens of the thinking)."""
-        maker, first = self.maker(), self.first_rendered(history, tools)
         out, tokens = [], 0
         for index, message in enumerate(history):
             calls, origin = message.get("tool_calls", []), message.get("origin", {})
-            if origin.get("maker") != maker:
+            if origin.get("maker") != self.maker():
                 origin = {}
             fields, extras = dict(origin.get("fields", {})), origin.get("calls", {})
             insisted = self.insists if calls else ""
-            if origin.get("text", "").strip() and (insisted or index >= first):
+            if origin.get("text") and (insisted or self.goes_back(index, history, tools)):
                 fields[insisted or self.backend.entry["echo"]] = origin["text"]
                 tokens += origin["tokens"]
             elif insisted:  # not known any more, or another's: an empty text would be refused
@@ -2213,23 +2206,20 @@ class Echo:
             return call_id
         return f"c{zlib.crc32(call_id.encode()):08x}"
 
-    def first_rendered(self, history, tools):
-        """The index of the first message whose thinking goes back as reasoningEcho wants it.
+    def goes_back(self, index, history, tools):
+        """Whether the thinking of that message goes back as reasoningEcho wants it.
 
         The server is asked what its template renders, once there is something to send.
         """
-        nothing, model = len(history), self.backend.model
-        may_go = self.on and self.backend.entry["local"] and model and model not in self.refusing
-        if not may_go or not any(message.get("origin", {}).get("text") for message in history):
-            return nothing
+        model = self.backend.model
+        if not self.on or model in self.refusing:
+            return False
         about = model, bool(tools)
         if about not in self.rendered:
             self.rendered[about] = thoughts_rendered(self.backend, tools)
         if self.rendered[about] == "latest":
-            questions = [index for index, message in enumerate(history)
-                         if message["role"] == "user"]
-            return questions[-1]
-        return nothing if self.rendered[about] == "none" else 0
+            return all(message["role"] != "user" for message in history[index:])
+        return self.rendered[about] == "all"
 
 
 # ==================================================================================================
@@ -2416,8 +2406,7 @@ class Protocol:
         """
         status, shown = response.status_code, show_url(url)
         if status < 400:
-            from urllib.parse import urljoin
-            target = show_url(urljoin(url, response.headers.get("Location", "")))
+            target = show_url(response.headers.get("Location", ""))
             return MMError("not_found", f"{shown} has moved to {target} (HTTP {status}): "
                                         "use that as the URL")
         timer = threading.Timer(PROBE_SECONDS, connection.hang_up)
@@ -2558,7 +2547,6 @@ PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
 
 # -- the template in a model file
 
-GGUF_HEADS = (b"GGUF\2\0\0\0", b"GGUF\3\0\0\0")
 GGUF_NUMBER, GGUF_TEXT, GGUF_LIST = 4, 8, 9  # types of a value
 
 
@@ -2599,7 +2587,7 @@ def template_of(path):
     """-> (chat template of a GGUF file, its name in TEMPLATES or "", its end-of-turn token or "").
 
     The keys stand at the head of the file, of which as much is looked at as mm reads of any file.
-    Raises MMError("config") for a file that cannot be read, is none, or has no template.
+    Raises MMError("config") for a file that cannot be read, or has no template.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait
         raise MMError("config", f"{path}: this is no regular file")
@@ -2608,12 +2596,10 @@ def template_of(path):
             raw = file.read(MOST_TEXT)
     except OSError as error:
         raise MMError("config", f"{path}: {error.strerror}") from None
-    if raw[:8] not in GGUF_HEADS:
-        raise MMError("config", f"{path}: this is no GGUF file of version 2 or 3, little-endian")
     template = gguf_text(behind(raw, "tokenizer.chat_template", GGUF_TEXT), 0)
     if not template:
-        raise MMError("config", f"{path}: no chat template in its first {MOST_TEXT >> 20} MiB "
-                      "(of a split model, the first file has it)")
+        raise MMError("config", f"{path}: no chat template is in its first {MOST_TEXT >> 20} MiB: is "
+                      "it a GGUF file (little-endian), and of a split model the first file?")
     for name, form in TEMPLATES.items():
         if form["known_by"] in template and form["but_not"] not in template:
             return template, name, end_of_turn(raw)
@@ -3205,8 +3191,6 @@ class Conversation:
         # its thinking can be ended ("can"), is to be ("wanted"), or the server was told so ("asked")
         self.ending = ""
         self.window, self.probes = settings["contextWindow"], 0
-        # more than one question is to come, so that the window is worth asking for at once
-        self.will_grow = False
         # so many messages of the history were so many tokens, as the server counted, thinking aside
         self.measured = (0, 0)
         self.thought_tokens = 0  # of the thinking that went back with the last request
@@ -3498,7 +3482,7 @@ class Conversation:
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""
-        if self.can_sum_up and (len(self.history) > 1 or self.will_grow):
+        if self.can_sum_up and len(self.history) > 1:
             room = self.settings["compactAt"] * self.find_window()
             if room and self.size() > room:
                 yield from self.compact()
@@ -3519,11 +3503,11 @@ class Conversation:
         Cut between turns, so never between a call and its result. Where only one turn is left, its
         older tool results go.
         """
-        questions = [index for index, message in enumerate(self.history)
-                     if message["role"] == "user"]
-        cut = len(self.history) if everything or not questions else questions[-1]
-        # nothing is left to sum up
-        if cut == 0 or (cut == 1 and self.history[0]["content"].startswith(SUMMED_UP)):
+        cut = len(self.history)
+        if not everything:
+            cut = max(index for index, message in enumerate(self.history)
+                      if message["role"] == "user")
+        if cut < 2:  # nothing, or an earlier summary
             return (yield from self.drop_results())
         try:
             summary = yield from self.summary(self.history[:cut])
@@ -3627,11 +3611,9 @@ def transcript(messages, room):
     limit = max(map(len, parts))
     while sum(min(len(part), limit) for part in parts) > room > 0:
         limit = limit * 3 // 4
-    return "\n\n".join(shorter(part, limit) for part in parts)
-
-
-def shorter(text, limit):
-    return text if len(text) <= limit else f"{text[:limit // 2]} […] {text[-limit // 2:]}"
+    half = limit // 2
+    return "\n\n".join(part if len(part) <= limit else f"{part[:half]} […] {part[-half:]}"
+                       for part in parts)
 
 
 def done_event(provider, model, session, replies, started, timeline=None):
@@ -4405,7 +4387,6 @@ class Repl:
 
     def __init__(self, conversation, view, session, history_file):
         self.conversation, self.view, self.session = conversation, view, session
-        conversation.will_grow = True
         self.terminal = sys.stdin is not None and sys.stdin.isatty()
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
