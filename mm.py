@@ -2035,7 +2035,8 @@ def to_messages(history, system):
             turns[-1][1].setdefault(message["tool_call_id"], message["content"])
     out = [{"role": "system", "content": system}] if system.strip() else []
     for message, results in turns:
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        content = message["content"]
         calls = message.get("tool_calls", [])
         if not content.strip() and not calls:
             continue
@@ -2097,7 +2098,7 @@ def thoughts_rendered(backend, tools):
     It is asked to render a history with two thoughts. Of the 67 templates in llama-server 11434, 20
     render both, 14 the one that follows the last question, the others none. tools: as they are
     offered, since some templates keep thinking in a tool loop only; without any, nothing follows
-    the last question, so that is not known, and taken to be rendered.
+    the last question.
     """
     field = backend.entry["echo"]
     messages = [
@@ -2117,7 +2118,7 @@ def thoughts_rendered(backend, tools):
     prompt = dig(page, "prompt", "")
     if not isinstance(prompt, str) or EARLIER in prompt:
         return "all"
-    return "latest" if LATEST in prompt or not tools else "none"
+    return "latest" if LATEST in prompt else "none"
 
 
 def refuses_thoughts(error):
@@ -2169,12 +2170,15 @@ class Echo:
 
     def outgoing(self, history, tools):
         """-> (the history for to_messages(), with what goes back in it; tokens of the thinking)."""
-        out, tokens = [], 0
+        out = []
+        tokens = 0
         for index, message in enumerate(history):
-            calls, origin = message.get("tool_calls", []), message.get("origin", {})
+            calls = message.get("tool_calls", [])
+            origin = message.get("origin", {})
             if origin.get("maker") != self.maker():
                 origin = {}
-            fields, extras = dict(origin.get("fields", {})), origin.get("calls", {})
+            fields = dict(origin.get("fields", {}))
+            extras = origin.get("calls", {})
             insisted = self.insists if calls else ""
             if origin.get("text") and (insisted or self.goes_back(index, history, tools)):
                 fields[insisted or self.backend.entry["echo"]] = origin["text"]
@@ -2253,7 +2257,8 @@ class ThinkTags:
 
     def feed(self, text):
         """Yields ("reasoning" or "answer", text) of what is settled; a part of a tag is kept."""
-        text, self.rest = self.rest + text, ""
+        text = self.rest + text
+        self.rest = ""
         if self.state == "start":
             text = self.begin(text)
         if self.state == "thinking":
@@ -2294,11 +2299,13 @@ class ThinkTags:
         is_thinking = self.state == "thinking" or (self.state == "start" and self.opened)
         if self.rest:
             yield ("reasoning" if is_thinking else "answer"), self.rest
-        self.state, self.rest = "answer", ""
+        self.state = "answer"
+        self.rest = ""
 
 
 def split_thinking(incoming, tags):
     """Deltas with their answer parted by ThinkTags. Raises what `incoming` raises."""
+    ended = None
     try:
         for kind, value in incoming:
             if kind == "answer":
@@ -2309,10 +2316,11 @@ def split_thinking(incoming, tags):
             elif kind in ("call", "finish"):
                 yield from tags.end()
             yield kind, value
-    except MMError:
-        yield from tags.end()
-        raise
+    except MMError as error:
+        ended = error
     yield from tags.end()
+    if ended:
+        raise ended
 
 
 def has_lone_end(answer):
@@ -2367,7 +2375,8 @@ class Protocol:
 
         tap: an open file or None; notice: told what went wrong there.
         """
-        url, answered = self.backend.endpoint(self.path), False
+        url = self.backend.endpoint(self.path)
+        answered = False
         session, proxy = open_session(connection, url)
         from http.client import HTTPException
         from urllib3.exceptions import HTTPError  # not before open_session() has found requests
@@ -2404,7 +2413,8 @@ class Protocol:
 
         requests would follow a redirect with a GET, and to any host, with the key.
         """
-        status, shown = response.status_code, show_url(url)
+        status = response.status_code
+        shown = show_url(url)
         if status < 400:
             target = show_url(response.headers.get("Location", ""))
             return MMError("not_found", f"{shown} has moved to {target} (HTTP {status}): "
@@ -2425,7 +2435,8 @@ class ChatCompletions(Protocol):
     field of its own.
     """
 
-    path, applies_template = "chat/completions", True
+    path = "chat/completions"
+    applies_template = True
 
     def fields(self, history, system, tools, think):
         entry = self.backend.entry
@@ -2479,34 +2490,25 @@ TEMPLATES = {
 THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"
 
 
-def without_tools(messages):
-    """Messages for a template that knows no tools: a call and its result become text; -> [[role,
-    text], …], roles alternating.
+def as_prompt(messages, template):
+    """The prompt that a format of TEMPLATES makes of messages, without the token that begins a
+    text: the server puts that. No format knows tools: a call and its result become text.
     """
-    turns = []
+    prompt = system = ""
     for message in messages:
-        role, text = message["role"], message["content"]
+        role = message["role"]
+        text = message["content"]
         for call in message.get("tool_calls", []):
             function = call["function"]
             text = f"{text}\n[called {function['name']} {function['arguments']}]".lstrip()
         if role == "tool":
-            role, text = "user", f"[its result]\n{text}"
-        if turns and turns[-1][0] == role:
-            turns[-1][1] += f"\n\n{text}"
-        else:
-            turns.append([role, text])
-    return turns
-
-
-def as_prompt(messages, template):
-    """The prompt that a format of TEMPLATES makes of messages, without the token that begins a
-    text: the server puts that.
-    """
-    turns = without_tools(messages)
-    if turns[0][0] not in template:  # no system role: its text goes before the first question
-        system = turns.pop(0)[1]
-        turns[0][1] = f"{system}\n\n{turns[0][1]}"
-    prompt = "".join(template[role].replace("{}", text) for role, text in turns)
+            role = "user"
+            text = f"[its result]\n{text}"
+        if role not in template:  # no system role: its text goes before the first question
+            system = f"{text}\n\n"
+            continue
+        prompt += template[role].replace("{}", system + text)
+        system = ""
     return prompt + template["assistant"].partition("{}")[0]
 
 
@@ -2518,7 +2520,8 @@ class RawCompletions(Protocol):
     again leaves nothing but answer.
     """
 
-    path, applies_template = "completions", False
+    path = "completions"
+    applies_template = False
 
     def opens(self, think):
         """Whether the prompt opens the thinking block (True), opens and closes it (False), or
@@ -2574,7 +2577,8 @@ def end_of_turn(raw):
     end = behind(raw, "tokenizer.ggml.eot_token_id", GGUF_NUMBER)
     end = end or behind(raw, "tokenizer.ggml.eos_token_id", GGUF_NUMBER)
     tokens = behind(raw, "tokenizer.ggml.tokens", GGUF_LIST)  # their type, how many, each
-    index, count = number_at(end, 0, 4), number_at(tokens, 4)
+    index = number_at(end, 0, 4)
+    count = number_at(tokens, 4)
     if not end or index >= count:
         return ""
     start = 12
@@ -3014,7 +3018,8 @@ class Timeline:
 
     def add(self, kind, tokens, now, since=None):
         """Counts tokens at `now`, or spreads them evenly over the time from `since` to now."""
-        row, last = self.rows[kind], int((now - self.started) * 10)
+        row = self.rows[kind]
+        last = int((now - self.started) * 10)
         first = last if since is None else int((since - self.started) * 10)
         share = tokens / (last - first + 1)
         for tenth in range(first, last + 1):
@@ -3032,7 +3037,8 @@ def counted_tokens(usage, timings):
     def count(path, figures=usage):
         return as_int(dig(figures, path, ""))
 
-    prompt, produced = count("prompt_tokens"), count("completion_tokens")
+    prompt = count("prompt_tokens")
+    produced = count("completion_tokens")
     thinking = count("completion_tokens_details.reasoning_tokens")
     cached = count("prompt_tokens_details.cached_tokens")
     cached = cached or count("prompt_cache_hit_tokens") or count("cache_read_input_tokens")
@@ -3053,7 +3059,8 @@ class Reply:
 
     def __init__(self, timeline=None):
         self.timeline = timeline or Timeline()
-        self.answer, self.thought = io.StringIO(), io.StringIO()
+        self.answer = io.StringIO()
+        self.thought = io.StringIO()
         self.calls = Calls()
         self.finish = self.usage = self.timings = None
         self.model = self.id = ""  # as the server calls them
@@ -3080,10 +3087,12 @@ class Reply:
 
     def count_prompt(self, tokens):
         """Counts the prompt tokens read since the last report: llama.cpp tells it once in 2,048."""
-        now, new = time.monotonic(), tokens - self.prompt_tokens
+        now = time.monotonic()
+        new = tokens - self.prompt_tokens
         if new > 0:
             self.timeline.add("prompt", new, now, self.prompt_time)
-            self.prompt_tokens, self.prompt_time = tokens, now
+            self.prompt_tokens = tokens
+            self.prompt_time = now
 
     def write(self, kind, text):
         """Keeps a piece of the answer, or of the thinking, which may have to go back."""
@@ -3134,8 +3143,9 @@ def read_reply(incoming, reply, tags=None):
         elif kind == "extra":
             reply.add_extra(value)
         elif kind == "progress":
-            reply.count_prompt(value[0])
-            yield {"type": "progress", "processed": value[0], "total": value[1]}
+            processed, total = value
+            reply.count_prompt(processed)
+            yield {"type": "progress", "processed": processed, "total": total}
         elif kind == "notice":
             yield notice(value)
         elif kind != "finish":  # usage, timings, model, id, media
@@ -3172,11 +3182,17 @@ class Conversation:
 
     def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True,
                  end_thinking=False, tap=None):
-        self.backend, self.settings, self.session = backend, settings, session
-        self.toolbox, self.record = toolbox or Toolbox(), record or (lambda item: None)
-        self.restartable, self.may_end_thinking, self.tap = restartable, end_thinking, tap
+        self.backend = backend
+        self.settings = settings
+        self.session = session
+        self.toolbox = toolbox or Toolbox()
+        self.record = record or (lambda item: None)
+        self.restartable = restartable
+        self.may_end_thinking = end_thinking
+        self.tap = tap
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
-        self.system, self.think = settings["system"], settings["think"]
+        self.system = settings["system"]
+        self.think = settings["think"]
         # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "origin" (see Echo)
         self.history = []
         self.untaken = False  # whether the last message is a question that no server has taken yet
@@ -3190,7 +3206,8 @@ class Conversation:
         self.call = None
         # its thinking can be ended ("can"), is to be ("wanted"), or the server was told so ("asked")
         self.ending = ""
-        self.window, self.probes = settings["contextWindow"], 0
+        self.window = settings["contextWindow"]
+        self.probes = 0
         # so many messages of the history were so many tokens, as the server counted, thinking aside
         self.measured = (0, 0)
         self.thought_tokens = 0  # of the thinking that went back with the last request
@@ -3276,7 +3293,9 @@ class Conversation:
         for _ in range(most):
             yield from self.make_room()
             reply = yield from self.model_call()
-            calls, answer, self.partial = reply.finished_calls(), reply.answer.getvalue(), ""
+            calls = reply.finished_calls()
+            answer = reply.answer.getvalue()
+            self.partial = ""
             message = {"role": "assistant", "content": answer, **self.echo.label(reply, calls)}
             if calls:
                 message["tool_calls"] = calls
@@ -3318,7 +3337,9 @@ class Conversation:
 
         asked: the messages of a request that is not the conversation's own (a summary's).
         """
-        tries, loading, started = 0, False, time.monotonic()
+        tries = 0
+        loading = False
+        started = time.monotonic()
         while True:
             reply = Reply(None if asked else self.timeline)
             try:
@@ -3332,7 +3353,8 @@ class Conversation:
                     continue
                 if not self.may_try_again(error, reply, tries, time.monotonic() - started):
                     raise
-                was_loading, loading = loading, error.again == "loading"
+                was_loading = loading
+                loading = error.again == "loading"
                 tries += not loading
                 if not asked and not (loading and was_loading):  # loading is said once
                     yield {"type": "retry", "reason": error.message}
@@ -3341,7 +3363,8 @@ class Conversation:
                 # a second try that brings nothing does not take away what the first one brought
                 if not asked:
                     self.partial = reply.answer.getvalue() or self.partial
-                self.call, self.ending = None, ""
+                self.call = None
+                self.ending = ""
 
     def leave_out(self, error, reply, asked):
         """Leaves out of the next request what the one that ended in `error` was refused for: an
@@ -3361,7 +3384,8 @@ class Conversation:
         elif asked:
             return False
         elif error.again == "tools" and self.toolbox.names:
-            self.toolbox.names, left_out = [], "tools"
+            self.toolbox.names = []
+            left_out = "tools"
         elif self.thought_tokens and (refuses_thinking or error.kind == "overflow"):
             self.echo.forget(self.history, refuses_thinking)
             left_out = "the earlier thinking"
@@ -3421,9 +3445,11 @@ class Conversation:
         asked: see model_call().
         """
         if asked:
-            think, body = False, self.protocol.body(asked, "", [], {}, False, self.refused)
+            think = False
+            body = self.protocol.body(asked, "", [], {}, False, self.refused)
         else:
-            think, body = self.think, self.request()
+            think = self.think
+            body = self.request()
             self.replies.append(reply)
             self.ending = "can" if "reasoning_control" in body else ""
         raw = serialised(body)
@@ -3438,9 +3464,7 @@ class Conversation:
                 self.ending = "asked"
                 if not self.protocol.end_thinking(reply.id):
                     raise MMError("cancelled", "stopped")
-        hint = truncation_hint(raw, reply)
-        if hint:
-            yield notice(hint)
+        yield from truncation_hint(raw, reply)
         if not self.told_of_tags and has_lone_end(reply.answer.getvalue()):
             self.told_of_tags = True
             yield notice("this answer has a closing </think> and no opening one: `thinkTags: open` "
@@ -3451,8 +3475,10 @@ class Conversation:
         def open_stream(connection):
             return self.protocol.stream(raw, connection, self.tap, call.say)
 
-        settings, is_set = self.settings, self.settings.source("watchdogTimeout")
-        may_be_silent = self.toolbox.names and not self.backend.entry["streamsCalls"] and not is_set
+        settings = self.settings
+        may_be_silent = not self.backend.entry["streamsCalls"] and self.toolbox.names
+        if settings.source("watchdogTimeout"):
+            may_be_silent = False
         call = ModelCall(open_stream, settings["watchdogTimeout"], settings["firstTokenTimeout"],
                          may_be_silent)
         self.call = call
@@ -3567,7 +3593,9 @@ class Conversation:
         question on.
         """
         if model is not None:
-            self.backend.model, self.measured, self.probes = model, (0, 0), 0
+            self.backend.model = model
+            self.measured = (0, 0)
+            self.probes = 0
             self.window = self.settings["contextWindow"]
         if system is not None:
             self.system = system
@@ -3612,7 +3640,7 @@ def transcript(messages, room):
     while sum(min(len(part), limit) for part in parts) > room > 0:
         limit = limit * 3 // 4
     half = limit // 2
-    return "\n\n".join(part if len(part) <= limit else f"{part[:half]} […] {part[-half:]}"
+    return "\n\n".join(part if len(part) <= limit else f"{part[:half]} […] {part[len(part) - half:]}"
                        for part in parts)
 
 
@@ -3683,18 +3711,17 @@ def verdict(reply):
 
 
 def truncation_hint(body, reply):
-    """What is said where the server counts far fewer tokens than were sent, or "": Ollama and
-    others drop what does not fit and say nothing.
+    """A notice where the server counts far fewer tokens than were sent: Ollama and others drop what
+    does not fit and say nothing.
 
     Eight characters that are no white space and no \\u escape make at least one token, in any text
     people send.
     """
     counted = counted_tokens(reply.usage, None)[0]
     sent = len(body.decode().replace(" ", "").replace("\\n", ""))
-    if not counted or sent <= 8000 or counted >= sent / 8:
-        return ""
-    return (f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: "
-            "it cuts what does not fit its context")
+    if sent > 8000 and 0 < counted < sent / 8:
+        yield notice(f"the server read {counted:,} prompt tokens where about {sent // 4:,} were "
+                     "sent: it cuts what does not fit its context")
 
 
 # ==================================================================================================
