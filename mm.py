@@ -3112,12 +3112,15 @@ class Reply:
         """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta
         is a token.
         """
-        counted = sum(self.tokens.values())
+        deltas = sum(self.tokens.values())
         _, _, produced, thinking = counted_tokens(self.usage, self.timings)
-        produced = produced or counted
-        if counted and not thinking:
-            thinking = produced * self.tokens["reasoning"] // counted
+        produced = produced or deltas
+        thinking = thinking or produced * self.tokens["reasoning"] // max(1, deltas)
         return thinking, max(0, produced - thinking)
+
+    def is_thinking(self):
+        """Whether the model thinks right now, in a stream that can be named to its server."""
+        return bool(self.id and self.tokens["reasoning"] and not self.tokens["answer"])
 
     def finished_calls(self):
         """The calls of the answer; none behind an end that is not known to be a good one."""
@@ -3240,18 +3243,17 @@ class Conversation:
         """The events of `work`, and an `error` for what ends it; the answer so far stays, also
         where run_turn() closes the turn.
         """
-        is_refused = False
         try:
             yield from work
         except MMError as error:
             is_refused = error.kind not in ("cancelled", "stalled", "interrupted")
+            if is_refused and self.untaken and self.session:
+                self.session.withdraw()
             yield error_event(error)
         finally:
             if self.partial:
                 self.remember({"role": "assistant", "content": self.partial})
                 self.partial = ""
-            if is_refused and self.session and self.untaken:
-                self.session.withdraw()
             self.untaken = False
 
     def remember(self, message):
@@ -3271,7 +3273,7 @@ class Conversation:
         """
         if self.stopped or not (self.call or self.toolbox.busy):
             return False
-        if self.can_end_thinking():
+        if self.ending == "can" and self.replies[-1].is_thinking():
             self.ending = "wanted"
             self.call.wake()
             return True
@@ -3279,13 +3281,6 @@ class Conversation:
             self.call.stop()
         self.stopped = self.toolbox.stopped = True
         return True
-
-    def can_end_thinking(self):
-        """Whether the model thinks right now and can be told to come to its answer, once."""
-        if self.ending != "can" or not self.may_end_thinking:
-            return False
-        reply = self.replies[-1]
-        return bool(reply.id and reply.tokens["reasoning"] and not reply.tokens["answer"])
 
     def steps(self):
         """Model calls and tool calls in turn, until the model answers."""
@@ -3346,8 +3341,11 @@ class Conversation:
                 yield from self.read(reply, asked)
                 return reply
             except MMError as error:
-                if error.kind == "not_found":
-                    error.message = " · ".join(filter(None, (error.message, self.unlisted_model())))
+                if self.stopped:
+                    raise
+                hint = self.unlisted_model() if error.kind == "not_found" else ""
+                if hint:
+                    error.message += f" · {hint}"
                 left_out = yield from self.leave_out(error, reply, asked)
                 if left_out:
                     continue
@@ -3372,7 +3370,7 @@ class Conversation:
 
         asked: see model_call().
         """
-        if self.stopped or reply.first_token is not None:
+        if reply.first_token is not None:
             return False
         missing = re.search(r"\b(reasoning_content|reasoning)\b.*HTTP 400", error.message)
         refuses_thinking = refuses_thoughts(error)
@@ -3417,10 +3415,10 @@ class Conversation:
 
     def may_try_again(self, error, reply, tries, elapsed):
         """Whether the call that ended in `error` is made once more (see MMError.again)."""
-        if self.stopped or reply.finish is not None or error.again in ("", "field", "tools"):
-            return False
         if error.again == "loading":
             return elapsed < (self.settings["firstTokenTimeout"] or math.inf)
+        if error.again not in ("stream", "busy") or reply.finish is not None:
+            return False
         can_be_taken_back = self.restartable or not reply.answer.tell()
         return tries < self.settings["retries"] and can_be_taken_back
 
@@ -3451,7 +3449,8 @@ class Conversation:
             think = self.think
             body = self.request()
             self.replies.append(reply)
-            self.ending = "can" if "reasoning_control" in body else ""
+            if self.may_end_thinking and "reasoning_control" in body:
+                self.ending = "can"
         raw = serialised(body)
         for event in read_reply(self.start_call(raw), reply, self.protocol.tags(think)):
             if event["type"] != "waiting":  # the server has taken it
