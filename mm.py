@@ -2387,7 +2387,7 @@ class Protocol:
             with session, session.post(url, data=body, headers=headers, stream=True,
                                        allow_redirects=False, timeout=seconds) as response:
                 if response.status_code >= 300:
-                    raise self.refusal(response, url, proxy, connection)
+                    raise self.refusal(response, url, proxy)
                 answered = True
                 response.raw = Tap(response.raw, tap, notice)
                 yield from deltas(response.iter_lines(), self.backend, show_url(url))
@@ -2408,7 +2408,7 @@ class Protocol:
         answer = fetch_page(self.backend, "chat/completions/control", order)
         return dig(answer, "success", "") is True
 
-    def refusal(self, response, url, proxy, connection):
+    def refusal(self, response, url, proxy):
         """MMError for an answer that is none: a redirect, or a status of 400 and more.
 
         requests would follow a redirect with a GET, and to any host, with the key.
@@ -2419,10 +2419,7 @@ class Protocol:
             target = show_url(response.headers.get("Location", ""))
             return MMError("not_found", f"{shown} has moved to {target} (HTTP {status}): "
                                         "use that as the URL")
-        timer = threading.Timer(PROBE_SECONDS, connection.hang_up)
-        timer.start()  # an error whose text never ends is still an error
         body = beginning(response, MAX_WORDS)
-        timer.cancel()
         error = explain(status, body, self.backend, shown, retry_after(response.headers))
         if proxy and status in (407, 502, 503, 504):
             advice = f"it was asked through the proxy {show_url(proxy)}"
@@ -2550,48 +2547,15 @@ PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
 
 # -- the template in a model file
 
-GGUF_NUMBER, GGUF_TEXT, GGUF_LIST = 4, 8, 9  # types of a value
-
-
-def behind(raw, key, kind):
-    """What follows a key of that type at the head of a GGUF file; b"" where there is none.
-
-    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-    """
-    entry = len(key).to_bytes(8, "little") + key.encode() + kind.to_bytes(4, "little")
-    return raw.partition(entry)[2]
-
-
-def number_at(raw, start, size=8):
-    return int.from_bytes(raw[start:start + size], "little")
-
-
-def gguf_text(raw, start):
-    """The text at `start`: its length, and its bytes."""
-    first = start + 8
-    return raw[first:first + number_at(raw, start)].decode("utf-8", "replace")
-
-
-def end_of_turn(raw):
-    """The token that ends a turn, from the list of tokens at the head of a GGUF file, or ""."""
-    end = behind(raw, "tokenizer.ggml.eot_token_id", GGUF_NUMBER)
-    end = end or behind(raw, "tokenizer.ggml.eos_token_id", GGUF_NUMBER)
-    tokens = behind(raw, "tokenizer.ggml.tokens", GGUF_LIST)  # their type, how many, each
-    index = number_at(end, 0, 4)
-    count = number_at(tokens, 4)
-    if not end or index >= count:
-        return ""
-    start = 12
-    for _ in range(index):
-        start += 8 + number_at(tokens, start)
-    return gguf_text(tokens, start)
+TEMPLATE_KEY = b"tokenizer.chat_template\x08\0\0\0"  # the key, and the type: a text
 
 
 def template_of(path):
-    """-> (chat template of a GGUF file, its name in TEMPLATES or "", its end-of-turn token or "").
+    """-> (chat template of a GGUF file, its name in TEMPLATES or "").
 
-    The keys stand at the head of the file, of which as much is looked at as mm reads of any file.
-    Raises MMError("config") for a file that cannot be read, or has no template.
+    It is looked for by its key, at the head of the file. Raises MMError("config") for a file that
+    cannot be read, or has no template.
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait
         raise MMError("config", f"{path}: this is no regular file")
@@ -2600,14 +2564,16 @@ def template_of(path):
             raw = file.read(MOST_TEXT)
     except OSError as error:
         raise MMError("config", f"{path}: {error.strerror}") from None
-    template = gguf_text(behind(raw, "tokenizer.chat_template", GGUF_TEXT), 0)
+    found = raw.partition(TEMPLATE_KEY)[2]  # the template's length in bytes, and the template
+    size = int.from_bytes(found[:8], "little")
+    template = found[8:8 + size].decode("utf-8", "replace")
     if not template:
-        raise MMError("config", f"{path}: no chat template is in its first {MOST_TEXT >> 20} MiB: is "
-                      "it a GGUF file (little-endian), and of a split model the first file?")
+        raise MMError("config", f"{path}: no chat template is at its head: is it a GGUF file "
+                                "(little-endian), and of a split model the first file?")
     for name, form in TEMPLATES.items():
         if form["known_by"] in template and form["but_not"] not in template:
-            return template, name, end_of_turn(raw)
-    return template, "", end_of_turn(raw)
+            return template, name
+    return template, ""
 
 
 # ==================================================================================================
@@ -3537,11 +3503,10 @@ class Conversation:
         try:
             summary = yield from self.summary(self.history[:cut])
         except MMError as error:
-            if error.kind == "cancelled":
+            if self.stopped:
                 raise
             self.can_sum_up = False
-            yield notice("the conversation could not be summed up, and stays as it is: "
-                         + error.message)
+            yield notice(f"the conversation stays as it is, without a summary: {error.message}")
             return False
         summary = {"role": "user", "content": SUMMED_UP + summary}
         self.replace_history([summary, *self.history[cut:]])
@@ -5173,10 +5138,8 @@ def show_replay(path, settings, view):
 
 def show_template(path, view):
     """--template-of: the template on stdout, and what mm makes of it beside it."""
-    template, form, end = template_of(path)
+    template, form = template_of(path)
     note = f"template: {form or 'none of ' + ', '.join(TEMPLATES)}"
-    if end:
-        note += f" · end of turn: {end}"
     if THINK in template:
         note += " · it knows <think> (thinkTags: true has the block opened in the prompt)"
     print_rows([template.rstrip("\n")], view)
