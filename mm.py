@@ -1916,6 +1916,7 @@ class ModelCall:
         self.box.put(("waiting", 0.0))
 
     def say(self, message):
+        """Puts a notice among the deltas."""
         self.box.put(("notice", message))
 
     def read(self):
@@ -2155,8 +2156,8 @@ class Echo:
         return model, self.served.get(model)
 
     def label(self, reply, calls):
-        """{"origin": …} for the message of a complete Reply, or {}. Notes what the server calls the
-        model, and its calls.
+        """{"origin": …} for the message of a complete Reply, or {}; takes `extra` out of the calls.
+        Notes what the server calls the model, and its calls.
         """
         self.served[self.backend.model] = reply.model
         self.ids.update(call["id"] for call in calls)
@@ -2165,7 +2166,7 @@ class Echo:
         if not (text.strip() or reply.extra or any(extras.values())):
             return {}
         tokens = max(1, reply.produced_tokens()[0])
-        return {"origin": {"maker": self.maker(), "text": text, "tokens": tokens,
+        return {"origin": {"maker": self.maker(), "text": text.strip() and text, "tokens": tokens,
                            "fields": reply.extra, "calls": extras}}
 
     def outgoing(self, history, tools):
@@ -2288,7 +2289,7 @@ class ThinkTags:
         return start.removeprefix(THINK) if is_thinking else text
 
     def without_part_of_tag(self, text):
-        """`text` without an end that could begin a closing tag, which is kept for the next piece."""
+        """`text` without an end that could begin a closing tag: that waits for the next piece."""
         cut = text.rfind("<")
         if cut >= 0 and THINK_END.startswith(text[cut:]):
             text, self.rest = text[:cut], text[cut:]
@@ -2348,9 +2349,9 @@ class Protocol:
     """How a request is posted and its stream read. A protocol adds these:
 
     path                where, below the base URL
-    applies_template    whether the server makes the prompt, so that it takes tools and can be told to think
+    applies_template    whether the server makes the prompt: then it takes tools
     fields(history, system, tools, think)    a request's body, before any options
-    tags(think)         the ThinkTags of an answer, or None where the server parts the thinking itself
+    tags(think)         the ThinkTags of an answer, or None where the server parts the thinking
     """
 
     def __init__(self, backend):
@@ -2373,7 +2374,7 @@ class Protocol:
     def stream(self, body, connection, tap, notice):
         """Posts bytes; -> an iterator of deltas. Raises MMError.
 
-        tap: an open file or None; notice: told what went wrong there.
+        tap: an open file or None; notice: called with what goes wrong there.
         """
         url = self.backend.endpoint(self.path)
         answered = False
@@ -2455,7 +2456,8 @@ class ChatCompletions(Protocol):
 
 # Format: for each role, what stands before and after its text, the {}. What stands before the
 # assistant's begins the model's turn, and what stands after it ends one. A template in Jinja is of
-# that format if it has the text `known_by`, and not `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
+# that format if it has the text `known_by`, and not `but_not` (of Phi-4, Llama 4, Gemma 4 and
+# Llama 2).
 TEMPLATES = {
     "chatml": {
         "system": "<|im_start|>system\n{}<|im_end|>\n",
@@ -3134,8 +3136,11 @@ def notice(message, **more):
     return {"type": "notice", "message": message, **more}
 
 
-SUMMARY = ("Sum up the conversation below, so that it can be continued from your summary alone: what was asked, what was found and "
-           "decided, names, numbers, paths and code that matter, and what is still open. Write the summary only.\n\n")
+SUMMARY = """Sum up the conversation below, so that it can be continued from your summary alone: \
+what was asked, what was found and decided, names, numbers, paths and code that matter, and what is \
+still open. Write the summary only.
+
+"""
 SUMMED_UP = "[What was said before, summed up]\n"
 
 
@@ -3164,16 +3169,16 @@ class Conversation:
         self.think = settings["think"]
         # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "origin" (see Echo)
         self.history = []
-        self.untaken = False  # whether the last message is a question that no server has taken yet
+        self.is_new_question = False  # whether no server has taken the last message, a question
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
         self.refused = set()  # optional request fields that this server does not take
-        self.told_of_tags = False
+        self.named_tags = False
         self.answered = set()  # models that have answered under another name, and were looked for
         # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C
         # counts too
         self.call = None
-        # its thinking can be ended ("can"), is to be ("wanted"), or the server was told so ("asked")
+        # its thinking can be ended ("can"), is to be ("wanted"), or the server was asked to ("asked")
         self.ending = ""
         self.window = settings["contextWindow"]
         self.probes = 0
@@ -3213,23 +3218,23 @@ class Conversation:
             yield from work
         except MMError as error:
             is_refused = error.kind not in ("cancelled", "stalled", "interrupted")
-            if is_refused and self.untaken and self.session:
+            if is_refused and self.is_new_question and self.session:
                 self.session.withdraw()
             yield error_event(error)
         finally:
             if self.partial:
                 self.remember({"role": "assistant", "content": self.partial})
                 self.partial = ""
-            self.untaken = False
+            self.is_new_question = False
 
     def remember(self, message):
         self.history.append(message)
-        self.untaken = message["role"] == "user"
+        self.is_new_question = message["role"] == "user"
         self.record(without_thought(message))
 
     def replace_history(self, history):
         self.history[:] = history
-        self.untaken = False
+        self.is_new_question = False
         self.measured = (0, 0)
         self.record({"history": [without_thought(message) for message in history]})
 
@@ -3265,7 +3270,7 @@ class Conversation:
             self.measure(reply)
             if not calls:
                 yield from verdict(reply)
-                yield from self.what_of_the_model(reply.model)
+                yield from self.check_model(reply.model)
                 return
             for call in calls:
                 yield from self.tool_call(call)
@@ -3370,7 +3375,7 @@ class Conversation:
             return ""
         return unknown_model(self.backend, model_ids(*ask_models(self.backend)))
 
-    def what_of_the_model(self, served):
+    def check_model(self, served):
         """A notice where a server has answered by another model than the one that was named."""
         if not served or served in self.answered or same_model(served, self.backend.model):
             return
@@ -3419,8 +3424,8 @@ class Conversation:
                 self.ending = "can"
         raw = serialised(body)
         for event in read_reply(self.start_call(raw), reply, self.protocol.tags(think)):
-            if event["type"] != "waiting":  # the server has taken it
-                self.untaken = False
+            if event["type"] != "waiting":  # the server has taken the question
+                self.is_new_question = False
             if asked and reply.first_token is not None:
                 event["summing_up"] = sum(reply.tokens.values())
             if not asked or event["type"] not in TOKENS:
@@ -3430,8 +3435,8 @@ class Conversation:
                 if not self.protocol.end_thinking(reply.id):
                     raise MMError("cancelled", "stopped")
         yield from truncation_hint(raw, reply)
-        if not self.told_of_tags and has_lone_end(reply.answer.getvalue()):
-            self.told_of_tags = True
+        if not self.named_tags and has_lone_end(reply.answer.getvalue()):
+            self.named_tags = True
             yield notice("this answer has a closing </think> and no opening one: `thinkTags: open` "
                          "for this provider in the config parts the thinking from it")
 
@@ -3440,13 +3445,11 @@ class Conversation:
         def open_stream(connection):
             return self.protocol.stream(raw, connection, self.tap, call.say)
 
-        settings = self.settings
-        may_be_silent = not self.backend.entry["streamsCalls"] and self.toolbox.names
-        if settings.source("watchdogTimeout"):
-            may_be_silent = False
-        call = ModelCall(open_stream, settings["watchdogTimeout"], settings["firstTokenTimeout"],
-                         may_be_silent)
-        self.call = call
+        watchdog, first_token = self.settings["watchdogTimeout"], self.settings["firstTokenTimeout"]
+        waits_for_call = self.toolbox.names and not self.backend.entry["streamsCalls"]
+        if self.settings.source("watchdogTimeout"):  # a person has set it, so it counts
+            waits_for_call = False
+        call = self.call = ModelCall(open_stream, watchdog, first_token, waits_for_call)
         return call
 
     # -- the context window
@@ -3542,11 +3545,10 @@ class Conversation:
     # -- what a person changes in between
 
     def clear(self):
-        """Forgets what was said, and what was permitted; what was recorded stays in its own
+        """Forgets the conversation, and what was permitted; what was recorded stays in its own
         session.
         """
         self.history.clear()
-        self.untaken = False
         self.measured = (0, 0)
         self.toolbox.always.clear()
         if self.session:
@@ -3604,8 +3606,10 @@ def transcript(messages, room):
     while sum(min(len(part), limit) for part in parts) > room > 0:
         limit = limit * 3 // 4
     half = limit // 2
-    return "\n\n".join(part if len(part) <= limit else f"{part[:half]} […] {part[len(part) - half:]}"
-                       for part in parts)
+    for index, part in enumerate(parts):
+        if len(part) > limit:
+            parts[index] = f"{part[:half]} […] {part[len(part) - half:]}"
+    return "\n\n".join(parts)
 
 
 def done_event(provider, model, session, replies, started, timeline=None):
@@ -3614,7 +3618,11 @@ def done_event(provider, model, session, replies, started, timeline=None):
     """
     last = replies[-1] if replies else Reply()
     waits = [reply.first_token for reply in replies if reply.first_token is not None]
-    tokens = [reply.produced_tokens() for reply in replies]
+    thinking = answer = 0
+    for reply in replies:
+        thoughts, rest = reply.produced_tokens()
+        thinking += thoughts
+        answer += rest
 
     def spent(*kinds):
         return rounded(sum(reply.seconds[kind] for reply in replies for kind in kinds))
@@ -3624,7 +3632,7 @@ def done_event(provider, model, session, replies, started, timeline=None):
                "total": rounded(time.monotonic() - started)}
     return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model,
             "session": session, "usage": last.usage, "timings": last.timings, "seconds": seconds,
-            "tokens": tuple(map(sum, zip(*tokens))) or (0, 0), "timeline": timeline or Timeline()}
+            "tokens": (thinking, answer), "timeline": timeline or Timeline()}
 
 
 def rounded(seconds):
