@@ -2128,9 +2128,7 @@ def refuses_thoughts(error):
     """
     if error.kind not in ("server", "not_found") or "Failed to parse input" in error.message:
         return False
-    words = r"reasoning_content|\breasoning\b"  # the field itself is named
-    if error.kind == "server" and error.again in ("", "stream"):  # nothing else is to be done
-        words = r"(?i)template|jinja|reasoning|thinking|thought"
+    words = r"(?i)template|jinja|reasoning|thinking|thought"
     return re.search(words, error.message) is not None
 
 
@@ -2156,17 +2154,19 @@ class Echo:
         return model, self.served.get(model)
 
     def label(self, reply, calls):
-        """{"origin": …} for the message of a complete Reply, or {}; takes `extra` out of the calls.
-        Notes what the server calls the model, and its calls.
+        """{"origin": …} for the message of a complete Reply, or {}; `extra` leaves the calls for
+        it. Notes what the server calls the model, and its calls.
         """
         self.served[self.backend.model] = reply.model
         self.ids.update(call["id"] for call in calls)
         extras = {call["id"]: call.pop("extra") for call in calls}
-        text = reply.thought.getvalue() if self.on or calls else ""
-        if not (text.strip() or reply.extra or any(extras.values())):
+        text = reply.thought.getvalue()
+        if not text.strip() or not (self.on or calls):
+            text = ""
+        if not (text or reply.extra or any(extras.values())):
             return {}
         tokens = max(1, reply.produced_tokens()[0])
-        return {"origin": {"maker": self.maker(), "text": text.strip() and text, "tokens": tokens,
+        return {"origin": {"maker": self.maker(), "text": text, "tokens": tokens,
                            "fields": reply.extra, "calls": extras}}
 
     def outgoing(self, history, tools):
@@ -2531,8 +2531,8 @@ class RawCompletions(Protocol):
     def fields(self, history, system, tools, think):
         entry = self.backend.entry
         template = TEMPLATES[entry["template"] or "chatml"]
-        block = {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
-        prompt = as_prompt(to_messages(history, system), template) + block
+        prompt = as_prompt(to_messages(history, system), template)
+        prompt += {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
         stop = template["assistant"].partition("{}")[2].strip()
         body = {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [stop],
                 **entry["limit"], **entry["fields"]}
@@ -2987,8 +2987,8 @@ class Timeline:
     def add(self, kind, tokens, now, since=None):
         """Counts tokens at `now`, or spreads them evenly over the time from `since` to now."""
         row = self.rows[kind]
+        first = int(((since or now) - self.started) * 10)
         last = int((now - self.started) * 10)
-        first = last if since is None else int((since - self.started) * 10)
         share = tokens / (last - first + 1)
         for tenth in range(first, last + 1):
             row[tenth] = row.get(tenth, 0) + share
@@ -3137,8 +3137,8 @@ def notice(message, **more):
 
 
 SUMMARY = """Sum up the conversation below, so that it can be continued from your summary alone: \
-what was asked, what was found and decided, names, numbers, paths and code that matter, and what is \
-still open. Write the summary only.
+what was asked, what was found and decided, names, numbers, paths and code that matter, and what \
+is still open. Write the summary only.
 
 """
 SUMMED_UP = "[What was said before, summed up]\n"
@@ -3178,7 +3178,7 @@ class Conversation:
         # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C
         # counts too
         self.call = None
-        # its thinking can be ended ("can"), is to be ("wanted"), or the server was asked to ("asked")
+        # its thinking can be ended ("can"), is to be ("wanted"), the server was asked to ("asked")
         self.ending = ""
         self.window = settings["contextWindow"]
         self.probes = 0
