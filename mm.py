@@ -78,7 +78,7 @@ import queue
 import re
 import threading
 import time
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 
 # ==================================================================================================
@@ -718,7 +718,6 @@ PROVIDERS = {
     # echo           the field of a message that it is read from
     # insists        the field without which it takes no calls of its own back, asked for or not
     # render         page that shows the prompt that messages become
-    # keeps          page that tells whether the template keeps all thinking of a history
     # For raw prompts (section 7):
     # limit          how more is asked for than the 16 tokens at which OpenAI's protocol cuts an
     #                answer; {}: it cuts none
@@ -750,7 +749,6 @@ PROVIDERS = {
                    (LLAMA_PROPS, "default_generation_settings.n_ctx")],
         "tools": (LLAMA_PROPS, "chat_template_caps.supports_tools"),
         "render": "/apply-template",
-        "keeps": (LLAMA_PROPS, "chat_template_caps.supports_preserve_reasoning"),
         "limit": {},
     },
     "ollama": {
@@ -833,7 +831,6 @@ ENTRY_DEFAULTS = {
     "echo": "reasoning_content",
     "insists": "",
     "render": "",
-    "keeps": (),
     "limit": {"max_tokens": 2048},
     "model": "",
     "sampling": {},
@@ -1952,6 +1949,10 @@ class ModelCall:
         """
         self.box.put(("waiting", 0.0))
 
+    def say(self, message):
+        """Puts a notice among the deltas."""
+        self.box.put(("notice", message))
+
     def read(self):
         """The reader thread: puts deltas into the box, then how it ended (None or an MMError)."""
         ended = None
@@ -2054,78 +2055,59 @@ NO_ANSWER = "[This turn ended before its answer.]"
 NO_QUESTION = "[What was asked here is lost.]"
 
 
-def to_messages(history, system, backs=None):
-    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"} and
-    mm's own "origin" (see Echo).
+def to_messages(history, system):
+    """The messages to send for a history of {"role", "content", "tool_calls", "tool_call_id"}.
 
-    backs: {index in the history: what goes back with that message} (see Echo.backs()).
+    A message and a call can have more that goes out with them: see Echo.outgoing().
     """
+    turns = []  # (message, {call id: the result behind it})
+    for message in history:
+        if message["role"] != "tool":
+            turns.append((message, {}))
+        elif turns:
+            turns[-1][1].setdefault(message["tool_call_id"], message["content"])
     out = [{"role": "system", "content": system}] if system.strip() else []
-    waiting = {}  # calls that have no result yet: {id: the id that was sent}
-
-    def close_calls():
-        for sent_id in waiting.values():
-            out.append({"role": "tool", "tool_call_id": sent_id, "content": NO_RESULT})
-
-    for index, message in enumerate(history):
-        role, content = message["role"], message.get("content") or ""
-        calls = message.get("tool_calls") or []
-        if role == "tool":
-            sent_id = waiting.pop(message["tool_call_id"], None)
-            if sent_id:  # a result without its call would be refused
-                out.append({"role": "tool", "tool_call_id": sent_id, "content": content})
-            continue
-        close_calls()
-        back = (backs or {}).get(index, NOTHING_BACK)
-        waiting = {call["id"]: back["ids"].get(call["id"], call["id"]) for call in calls}
+    for message, results in turns:
+        role = message["role"]
+        content = message["content"]
+        calls = message.get("tool_calls", [])
         if not content.strip() and not calls:
             continue
-        last = out[-1] if out else {"role": "system"}
+        last = out[-1]["role"] if out else "system"
         # templates that insist on turns do not count calls and results
-        if role == "user" and last["role"] == "tool":
+        if role == "user" and last == "tool":
             out.append({"role": "assistant", "content": NO_ANSWER})
-        elif role == "assistant" and last["role"] == "system":
+        elif role == "assistant" and last == "system":
             out.append({"role": "user", "content": NO_QUESTION})
-        elif role == last["role"]:
+        elif role == last:
             # the first one's thinking is left out: it is not what led to the second
             content = f"{out.pop()['content']}\n\n{content}".rstrip()
-        sent = {"role": role, "content": content, **back["fields"]}
-        if calls:
-            sent["tool_calls"] = [sent_call(call, waiting[call["id"]], back["calls"])
-                                  for call in calls]
+        sent = {"role": role, "content": content, **message.get("fields", {})}
         out.append(sent)
-    close_calls()
+        if calls:
+            sent["tool_calls"] = [sent_call(call) for call in calls]
+        for call in calls:  # a result without its call would be refused, and so would the reverse
+            result = results.get(call["id"], NO_RESULT)
+            out.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     return out
 
 
-# of a message of which only what every server takes is sent
-NOTHING_BACK = {"fields": {}, "calls": {}, "ids": {}}
-
-
-def sent_call(call, sent_id, extras):
-    """A call as a request holds it. extras: {call id: fields that its server added}."""
+def sent_call(call):
+    """A call as a request holds it; `extra`: what its server added to it."""
     # what a model made up as a name can hold what no server takes back (Anthropic, OpenAI)
     name = re.sub(r"[^A-Za-z0-9_-]", "_", call["name"])[:64] or "unnamed"
     arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
-    return {"id": sent_id, "type": "function",
-            "function": {"name": name, "arguments": arguments}, **extras.get(call["id"], {})}
-
-
-def foreign_id(call_id):
-    """The id of a call for a server that did not make it: nine letters and digits, as Mistral
-    insists; Bedrock takes no dots or colons.
-    """
-    import zlib
-    if re.fullmatch("[A-Za-z0-9]{9}", call_id):
-        return call_id
-    return f"c{zlib.crc32(call_id.encode()):08x}"
+    function = {"name": name, "arguments": arguments}
+    return {"id": call["id"], "type": "function", "function": function, **call.get("extra", {})}
 
 
 def merged(base, extra):
     """`base` with `extra` laid over it, map by map."""
     out = dict(base)
     for key, value in extra.items():
-        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+        if isinstance(value, dict) and isinstance(out.get(key), dict):
+            value = merged(out[key], value)
+        out[key] = value
     return out
 
 
@@ -2143,32 +2125,33 @@ EARLIER, LATEST = "mm-looks-for-this-earlier-thought", "mm-looks-for-this-latest
 
 
 def thoughts_rendered(backend, tools):
-    """What thinking of a history the template renders: "all", "latest" (after the last question),
-    "none", or "" if not told.
+    """What thinking of a history the template renders: "all", "latest" (after the last question)
+    or "none"; "all" where the server does not tell.
 
     It is asked to render a history with two thoughts. Of the 67 templates in llama-server 11434, 20
     render both, 14 the one that follows the last question, the others none. tools: as they are
     offered, since some templates keep thinking in a tool loop only; without any, nothing follows
-    the last question, so that is not known, and taken to be rendered.
+    the last question.
     """
-    if not backend.entry["render"]:
-        return ""
     field = backend.entry["echo"]
     messages = [
         {"role": "user", "content": "1"},
         {"role": "assistant", "content": "2", field: EARLIER},
         {"role": "user", "content": "3"},
     ]
+    body = {"model": backend.model, "messages": messages}
     if tools:
-        call = {"id": "call00000", "type": "function", "function": {"name": tools[0]["function"]["name"], "arguments": "{}"}}
-        messages += [{"role": "assistant", "content": "", field: LATEST, "tool_calls": [call]},
-                     {"role": "tool", "tool_call_id": "call00000", "content": "4"}]
-    body = {"model": backend.model, "messages": messages, **({"tools": tools} if tools else {})}
-    prompt = dig(fetch_page(backend, backend.entry["render"], body), "prompt", backend.model)
-    if isinstance(prompt, str):
-        return "all" if EARLIER in prompt else "latest" if LATEST in prompt or not tools else "none"
-    path, keys = backend.entry["keeps"]
-    return "all" if dig(fetch_page(backend, path), keys, backend.model) is True else ""
+        call = {"id": "call00000", "name": tools[0]["function"]["name"], "arguments": {}}
+        messages += [
+            {"role": "assistant", "content": "", field: LATEST, "tool_calls": [sent_call(call)]},
+            {"role": "tool", "tool_call_id": "call00000", "content": "4"},
+        ]
+        body["tools"] = tools
+    page = backend.entry["render"] and fetch_page(backend, backend.entry["render"], body)
+    prompt = dig(page, "prompt", "")
+    if not isinstance(prompt, str) or EARLIER in prompt:
+        return "all"
+    return "latest" if LATEST in prompt else "none"
 
 
 def refuses_thoughts(error):
@@ -2177,88 +2160,103 @@ def refuses_thoughts(error):
     """
     if error.kind not in ("server", "not_found") or "Failed to parse input" in error.message:
         return False
-    # nothing else is to be done about it
-    if error.kind == "server" and error.again in ("", "stream"):
-        return re.search(r"(?i)template|jinja|reasoning|thinking|thought", error.message) is not None
-    # the field itself is named
-    return re.search(r"reasoning_content|\breasoning\b", error.message) is not None
+    words = r"(?i)template|jinja|reasoning|thinking|thought"
+    return re.search(words, error.message) is not None
 
 
 class Echo:
     """What a server gets back of its own with a history: thinking, the ids of its calls, and what
     it added that mm does not know (Gemini's signatures, OpenRouter's reasoning_details).
 
-    A message's "origin" holds it: {"maker", "text" of the thinking and its "tokens", "extra" fields,
+    A message's "origin" holds it: {"maker", "text" of the thinking and its "tokens", "fields",
     "calls": {id: extra fields}}. It stays in memory, and goes to the model that made it alone.
     """
 
     def __init__(self, backend, on):
-        self.backend, self.on = backend, on
+        self.backend = backend
+        self.on = on and backend.entry["local"]
         self.insists = backend.entry["insists"]  # field without which it takes no calls back, or ""
         self.ids = set()       # of the calls that it made
         self.served = {}       # model: what its server calls it
-        self.rendered = {}     # (model, whether tools are offered): what thoughts_rendered() told
+        self.rendered = {}     # (model, whether tools are offered): thoughts_rendered()
         self.refusing = set()  # models whose template refused thinking
 
+    def maker(self):
+        model = self.backend.model
+        return model, self.served.get(model)
+
     def label(self, reply, calls):
-        """{"origin": …} for the message of a Reply that is complete, or {}. Notes what the server
-        calls the model, and its calls.
+        """{"origin": …} for the message of a complete Reply, or {}; `extra` leaves the calls for
+        it. Notes what the server calls the model, and its calls.
         """
-        model, text = self.backend.model, reply.thought.getvalue()
-        self.served[model] = reply.model
+        self.served[self.backend.model] = reply.model
         self.ids.update(call["id"] for call in calls)
         extras = {call["id"]: call.pop("extra") for call in calls}
-        extras = {call_id: extra for call_id, extra in extras.items() if extra}
+        text = reply.thought.getvalue()
         if not text.strip() or not (self.on or calls):
             text = ""
-        if not text and not extras and not reply.extra:
+        if not (text or reply.extra or any(extras.values())):
             return {}
         tokens = max(1, reply.produced_tokens()[0])
-        return {"origin": {"maker": (model, reply.model), "text": text, "tokens": tokens,
-                           "extra": reply.extra, "calls": extras}}
+        return {"origin": {"maker": self.maker(), "text": text, "tokens": tokens,
+                           "fields": reply.extra, "calls": extras}}
 
-    def backs(self, history, tools):
-        """{index in the history: {"fields", "calls", "ids", "tokens"}} of what goes back with the
-        next request.
-        """
-        model, out = self.backend.model, {}
-        maker, first = (model, self.served.get(model)), self.first_rendered(history, tools)
+    def outgoing(self, history, tools):
+        """-> (the history for to_messages(), with what goes back in it; tokens of the thinking)."""
+        out = []
+        tokens = 0
         for index, message in enumerate(history):
-            calls, origin = message.get("tool_calls") or [], message.get("origin", {})
-            is_own = origin.get("maker") == maker
-            must = self.insists if calls else ""
-            back = {**NOTHING_BACK, "tokens": 0}
-            back["ids"] = {call["id"]: call["id"] if call["id"] in self.ids else
-                           foreign_id(call["id"]) for call in calls}
-            if is_own:
-                back["fields"], back["calls"] = dict(origin["extra"]), origin["calls"]
-            if is_own and origin["text"] and (must or index >= first):
-                back["fields"][must or self.backend.entry["echo"]] = origin["text"]
-                back["tokens"] = origin["tokens"]
-            elif must:  # not known any more, or another's: an empty text would be refused
-                back["fields"] = {**back["fields"], must: " "}
-            if calls or back["fields"]:
-                out[index] = back
-        return out
+            calls = message.get("tool_calls", [])
+            origin = message.get("origin", {})
+            if origin.get("maker") != self.maker():
+                origin = {}
+            fields = dict(origin.get("fields", {}))
+            extras = origin.get("calls", {})
+            insisted = self.insists if calls else ""
+            if origin.get("text") and (insisted or self.goes_back(index, history, tools)):
+                fields[insisted or self.backend.entry["echo"]] = origin["text"]
+                tokens += origin["tokens"]
+            elif insisted:  # not known any more, or another's: an empty text would be refused
+                fields[insisted] = " "
+            sent = {**message, "fields": fields}
+            if calls:
+                sent["tool_calls"] = [{**call, "id": self.sent_id(call["id"]),
+                                       "extra": extras.get(call["id"], {})} for call in calls]
+            if message["role"] == "tool":
+                sent["tool_call_id"] = self.sent_id(message["tool_call_id"])
+            out.append(sent)
+        return out, tokens
 
-    def first_rendered(self, history, tools):
-        """The index of the first message whose thinking goes back as reasoningEcho wants it.
+    def forget(self, history, is_refused):
+        """Takes the thinking out of a history; a model whose template refused it gets no more."""
+        for message in history:
+            message.get("origin", {})["text"] = ""
+        if is_refused:
+            self.refusing.add(self.backend.model)
+
+    def sent_id(self, call_id):
+        """The id of a call for this server. One that it did not make becomes nine letters and
+        digits, as Mistral insists; Bedrock takes no dots or colons.
+        """
+        import zlib
+        if call_id in self.ids or re.fullmatch("[A-Za-z0-9]{9}", call_id):
+            return call_id
+        return f"c{zlib.crc32(call_id.encode()):08x}"
+
+    def goes_back(self, index, history, tools):
+        """Whether the thinking of that message goes back as reasoningEcho wants it.
 
         The server is asked what its template renders, once there is something to send.
         """
-        model, about = self.backend.model, (self.backend.model, bool(tools))
-        has_thoughts = any(message.get("origin", {}).get("text") for message in history)
-        may_go = self.on and self.backend.entry["local"] and model and model not in self.refusing
-        if not has_thoughts or not may_go:
-            return len(history)
+        model = self.backend.model
+        if not self.on or model in self.refusing:
+            return False
+        about = model, bool(tools)
         if about not in self.rendered:
             self.rendered[about] = thoughts_rendered(self.backend, tools)
-        if self.rendered[about] == "none":
-            return len(history)
         if self.rendered[about] == "latest":
-            return max((index for index, message in enumerate(history)
-                        if message["role"] == "user"), default=0)
-        return 0  # all, or not told
+            return all(message["role"] != "user" for message in history[index:])
+        return self.rendered[about] == "all"
 
 
 # ==================================================================================================
@@ -2285,8 +2283,6 @@ class ThinkTags:
     Of the pieces "hm </thi" and "nk> ok", the first gives "hm ", and the second "ok".
     """
 
-    MOST_SPACE = 100  # characters before the opening tag
-
     def __init__(self, opened):
         self.opened = opened
         self.state = "start"  # then "thinking"; "gap" is the white space behind the block; "answer"
@@ -2294,7 +2290,8 @@ class ThinkTags:
 
     def feed(self, text):
         """Yields ("reasoning" or "answer", text) of what is settled; a part of a tag is kept."""
-        text, self.rest = self.rest + text, ""
+        text = self.rest + text
+        self.rest = ""
         if self.state == "start":
             text = self.begin(text)
         if self.state == "thinking":
@@ -2302,7 +2299,7 @@ class ThinkTags:
             if tag:
                 self.state = "gap"
             else:
-                thought, self.rest = self.without_part_of_tag(thought)
+                thought = self.without_part_of_tag(thought)
             if thought:
                 yield "reasoning", thought
         if self.state == "gap":
@@ -2315,40 +2312,33 @@ class ThinkTags:
     def begin(self, text):
         """The text behind the tag that it begins with; "" until that can be seen."""
         start = text.lstrip()
-        may_be_tag = THINK.startswith(start) or THINK_END.startswith(start)
-        if may_be_tag and start not in (THINK, THINK_END) and len(text) < self.MOST_SPACE:
+        if any(tag.startswith(start) and tag != start for tag in (THINK, THINK_END)):
             self.rest = text
             return ""
-        if start.startswith(THINK):
-            self.state = "thinking"
-            return start[len(THINK):]
-        if self.opened:
-            self.state = "thinking"
-            return text
-        if start.startswith(THINK_END):  # left behind by a server that parts the thinking itself
-            self.state = "gap"
-            return start[len(THINK_END):]
-        self.state = "answer"
-        return text
+        # a closing tag alone is left behind by a server that parts the thinking itself
+        is_thinking = self.opened or start.startswith((THINK, THINK_END))
+        self.state = "thinking" if is_thinking else "answer"
+        return start.removeprefix(THINK) if is_thinking else text
 
-    @staticmethod
-    def without_part_of_tag(text):
-        """-> (text, its end if that could begin a closing tag)."""
-        for size in range(len(THINK_END) - 1, 0, -1):
-            if text.endswith(THINK_END[:size]):
-                return text[:-size], text[-size:]
-        return text, ""
+    def without_part_of_tag(self, text):
+        """`text` without an end that could begin a closing tag: that waits for the next piece."""
+        cut = text.rfind("<")
+        if cut >= 0 and THINK_END.startswith(text[cut:]):
+            text, self.rest = text[:cut], text[cut:]
+        return text
 
     def end(self):
         """Yields what is left. Whatever comes later is answer."""
         is_thinking = self.state == "thinking" or (self.state == "start" and self.opened)
         if self.rest:
             yield ("reasoning" if is_thinking else "answer"), self.rest
-        self.state, self.rest = "answer", ""
+        self.state = "answer"
+        self.rest = ""
 
 
 def split_thinking(incoming, tags):
     """Deltas with their answer parted by ThinkTags. Raises what `incoming` raises."""
+    ended = None
     try:
         for kind, value in incoming:
             if kind == "answer":
@@ -2359,10 +2349,11 @@ def split_thinking(incoming, tags):
             elif kind == "call":
                 yield from tags.end()
             yield kind, value
-    except MMError:
-        yield from tags.end()
-        raise
+    except MMError as error:
+        ended = error
     yield from tags.end()
+    if ended:
+        raise ended
 
 
 def has_lone_end(answer):
@@ -2394,26 +2385,23 @@ class Protocol:
     """How a request is posted and its stream read. A protocol adds these:
 
     path                where, below the base URL
-    applies_template    whether the server makes the prompt, so that it takes tools and can be told to think
-    fields(history, system, tools, think, backs)    a request's body, before any options
-    tags(think)         the ThinkTags of an answer, or None where the server parts the thinking itself
+    applies_template    whether the server makes the prompt: then it takes tools
+    fields(history, system, tools, think)    a request's body, before any options
+    tags(think)         the ThinkTags of an answer, or None where the server parts the thinking
     """
 
     def __init__(self, backend):
         self.backend = backend
 
-    def body(self, history, system, tools, sampling, think, refused, backs=None):
+    def body(self, history, system, tools, sampling, think, refused):
         """The request body as a dict.
 
         tools: as Toolbox.schemas() gives them; think: True, False or None (as the server likes);
-        sampling: fields that go out as they are; refused: optional fields that are left out;
-        backs: see to_messages().
+        sampling: fields that go out as they are; refused: optional fields that are left out.
         """
-        body = {
-            key: value
-            for key, value in self.fields(history, system, tools, think, backs).items()
-            if key not in refused
-        }
+        body = self.fields(history, system, tools, think)
+        for field in refused:
+            body.pop(field, None)
         body = merged(body, sampling)
         if body["stream"] is not True:  # -o stream=false
             body.pop("stream_options", None)  # vLLM refuses it then
@@ -2422,17 +2410,19 @@ class Protocol:
     def stream(self, body, connection, tap, notice):
         """Posts bytes; -> an iterator of deltas. Raises MMError.
 
-        tap: an open file or None; notice: told what went wrong there.
+        tap: an open file or None; notice: called with what goes wrong there.
         """
-        url, answered = self.backend.endpoint(self.path), False
+        url = self.backend.endpoint(self.path)
+        answered = False
         session, proxy = open_session(connection, url)
         from http.client import HTTPException
         from urllib3.exceptions import HTTPError  # not before open_session() has found requests
-        headers = {**self.backend.headers(), "Content-Type": "application/json", "Accept": "text/event-stream"}
+        headers = {**self.backend.headers(), "Content-Type": "application/json",
+                   "Accept": "text/event-stream"}
+        seconds = (CONNECT_SECONDS, None)  # silence is the watchdog's
         try:
-            with session, session.post(url, data=body, headers=headers, stream=True, allow_redirects=False,
-                                       # silence is the watchdog's
-                                       timeout=(CONNECT_SECONDS, None)) as response:
+            with session, session.post(url, data=body, headers=headers, stream=True,
+                                       allow_redirects=False, timeout=seconds) as response:
                 if response.status_code >= 300:
                     raise self.refusal(response, url, proxy, connection)
                 answered = True
@@ -2446,36 +2436,32 @@ class Protocol:
         finally:
             connection.hang_up()
 
-    def end_thinking(self, its_id):
-        """Tells llama.cpp to end the thinking of the stream `its_id`; -> whether it will.
+    def end_thinking(self, stream_id):
+        """Tells llama.cpp to end the thinking of that stream; -> whether it will.
 
         Called in the main thread, while the stream is read in its own.
         """
-        order = {"id": its_id, "action": "reasoning_end"}
+        order = {"id": stream_id, "action": "reasoning_end"}
         answer = fetch_page(self.backend, "chat/completions/control", order)
-        return isinstance(answer, dict) and answer.get("success") is True
+        return dig(answer, "success", "") is True
 
     def refusal(self, response, url, proxy, connection):
         """MMError for an answer that is none: a redirect, or a status of 400 and more.
 
         requests would follow a redirect with a GET, and to any host, with the key.
         """
-        if response.status_code < 400:
-            from urllib.parse import urljoin
-            what = f"gave HTTP {response.status_code}"
-            try:
-                target = show_url(urljoin(url, response.headers["Location"]))
-                what = f"has moved to {target}: use that as the URL"
-            except (KeyError, ValueError):
-                pass  # it does not say where to
-            return MMError("not_found", f"{show_url(url)} {what}")
+        status = response.status_code
+        shown = show_url(url)
+        if status < 400:
+            target = show_url(urljoin(url, response.headers.get("Location", "")))
+            return MMError("not_found", f"{shown} has moved to {target} (HTTP {status}): "
+                                        "use that as the URL")
         timer = threading.Timer(PROBE_SECONDS, connection.hang_up)
         timer.start()  # an error whose text never ends is still an error
         body = beginning(response, MAX_WORDS)
         timer.cancel()
-        wait = retry_after(response.headers)
-        error = explain(response.status_code, body, self.backend, show_url(url), wait)
-        if proxy and response.status_code in (407, 502, 503, 504):
+        error = explain(status, body, self.backend, shown, retry_after(response.headers))
+        if proxy and status in (407, 502, 503, 504):
             advice = f"it was asked through the proxy {show_url(proxy)}"
             error.message = compose(error.message, "", advice)
         return error
@@ -2486,13 +2472,17 @@ class ChatCompletions(Protocol):
     field of its own.
     """
 
-    path, applies_template = "chat/completions", True
+    path = "chat/completions"
+    applies_template = True
 
-    def fields(self, history, system, tools, think, backs):
+    def fields(self, history, system, tools, think):
         entry = self.backend.entry
-        body = {"model": self.backend.model, **({"tools": tools} if tools else {}),
-                "messages": to_messages(history, system, backs), "stream": True, **entry["fields"]}
-        return body if think is None else merged(body, entry["thinking"].get("on" if think else "off", {}))
+        switch = {True: "on", False: "off"}.get(think)
+        body = {"model": self.backend.model, "messages": to_messages(history, system),
+                "stream": True, **entry["fields"]}
+        if tools:
+            body["tools"] = tools
+        return merged(body, entry["thinking"].get(switch, {}))
 
     def tags(self, think):
         setting = self.backend.entry["thinkTags"]
@@ -2503,23 +2493,34 @@ class ChatCompletions(Protocol):
 
 # -- raw prompts
 
-# Format: for each role what stands before and after its text; how the model's turn begins, and the
-# token that ends it. A template in Jinja is of that format if it has the text `known_by`, and not
-# `but_not` (of Phi-4, Llama 4, Gemma 4 and Llama 2).
+# Format: for each role, what stands before and after its text, the {}. What stands before the
+# assistant's begins the model's turn, and what stands after it ends one. A template in Jinja is of
+# that format if it has the text `known_by`, and not `but_not` (of Phi-4, Llama 4, Gemma 4 and
+# Llama 2).
 TEMPLATES = {
-    "chatml": {"system": ("<|im_start|>system\n", "<|im_end|>\n"), "user": ("<|im_start|>user\n", "<|im_end|>\n"),
-               "assistant": ("<|im_start|>assistant\n", "<|im_end|>\n"), "turn": "<|im_start|>assistant\n", "stop": "<|im_end|>",
-               "known_by": "<|im_start|>", "but_not": "<|im_sep|>"},
-    "llama3": {"system": ("<|start_header_id|>system<|end_header_id|>\n\n", "<|eot_id|>"),
-               "user": ("<|start_header_id|>user<|end_header_id|>\n\n", "<|eot_id|>"),
-               "assistant": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-               "turn": "<|start_header_id|>assistant<|end_header_id|>\n\n", "stop": "<|eot_id|>",
-               "known_by": "<|start_header_id|>", "but_not": "<|header_start|>"},
+    "chatml": {
+        "system": "<|im_start|>system\n{}<|im_end|>\n",
+        "user": "<|im_start|>user\n{}<|im_end|>\n",
+        "assistant": "<|im_start|>assistant\n{}<|im_end|>\n",
+        "known_by": "<|im_start|>", "but_not": "<|im_sep|>",
+    },
+    "llama3": {
+        "system": "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>",
+        "user": "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>",
+        "assistant": "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
+        "known_by": "<|start_header_id|>", "but_not": "<|header_start|>",
+    },
     # these two have no system role: its text stands before the first question
-    "gemma": {"user": ("<start_of_turn>user\n", "<end_of_turn>\n"), "assistant": ("<start_of_turn>model\n", "<end_of_turn>\n"),
-              "turn": "<start_of_turn>model\n", "stop": "<end_of_turn>", "known_by": "<start_of_turn>", "but_not": "<|turn>"},
-    "mistral": {"user": ("[INST]", "[/INST]"), "assistant": ("", "</s>"), "turn": "", "stop": "</s>",
-                "known_by": "[INST]", "but_not": "<<SYS>>"},
+    "gemma": {
+        "user": "<start_of_turn>user\n{}<end_of_turn>\n",
+        "assistant": "<start_of_turn>model\n{}<end_of_turn>\n",
+        "known_by": "<start_of_turn>", "but_not": "<|turn>",
+    },
+    "mistral": {
+        "user": "[INST]{}[/INST]",
+        "assistant": "{}</s>",
+        "known_by": "[INST]", "but_not": "<<SYS>>",
+    },
 }
 
 
@@ -2527,36 +2528,26 @@ TEMPLATES = {
 THINK_OPENED, THINK_CLOSED = f"{THINK}\n", f"{THINK}\n\n{THINK_END}\n\n"
 
 
-def without_tools(messages):
-    """Messages for a template that knows no tools: a call and its result become text; -> [(role,
-    text)], roles alternating.
-    """
-    turns = []
-    for message in messages:
-        role, text = message["role"], message["content"]
-        for call in message.get("tool_calls") or []:
-            text = f"{text}\n[called {call['function']['name']} {call['function']['arguments']}]".lstrip()
-        if role == "tool":
-            role, text = "user", f"[its result]\n{text}"
-        if turns and turns[-1][0] == role:
-            text = f"{turns.pop()[1]}\n\n{text}"
-        turns.append((role, text))
-    return turns
-
-
 def as_prompt(messages, template):
     """The prompt that a format of TEMPLATES makes of messages, without the token that begins a
-    text: the server puts that.
+    text: the server puts that. No format knows tools: a call and its result become text.
     """
-    turns, prompt = without_tools(messages), ""
-    # no system role: its text goes before the first question
-    if turns and turns[0][0] not in template:
-        (_, system), question = turns[0], turns[1][1] if len(turns) > 1 else ""
-        turns[:2] = [("user", f"{system}\n\n{question}" if question else system)]
-    for role, text in turns:
-        before, after = template[role]
-        prompt += before + text + after
-    return prompt + template["turn"]
+    prompt = system = ""
+    for message in messages:
+        role = message["role"]
+        text = message["content"]
+        for call in message.get("tool_calls", []):
+            function = call["function"]
+            text = f"{text}\n[called {function['name']} {function['arguments']}]".lstrip()
+        if role == "tool":
+            role = "user"
+            text = f"[its result]\n{text}"
+        if role not in template:  # no system role: its text goes before the first question
+            system = f"{text}\n\n"
+            continue
+        prompt += template[role].replace("{}", system + text)
+        system = ""
+    return prompt + template["assistant"].partition("{}")[0]
 
 
 class RawCompletions(Protocol):
@@ -2567,7 +2558,8 @@ class RawCompletions(Protocol):
     again leaves nothing but answer.
     """
 
-    path, applies_template = "completions", False
+    path = "completions"
+    applies_template = False
 
     def opens(self, think):
         """Whether the prompt opens the thinking block (True), opens and closes it (False), or
@@ -2575,15 +2567,16 @@ class RawCompletions(Protocol):
         """
         return True if think is None and self.backend.entry["thinkTags"] else think
 
-    def fields(self, history, system, tools, think, backs):
+    def fields(self, history, system, tools, think):
         entry = self.backend.entry
         template = TEMPLATES[entry["template"] or "chatml"]
-        block = {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
-        prompt = as_prompt(to_messages(history, system), template) + block
-        optional = {**entry["fields"]}
-        optional.pop("reasoning_control", None)  # the thinking block is not the server's
-        return {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [template["stop"]],
-                **entry["limit"], **optional}
+        prompt = as_prompt(to_messages(history, system), template)
+        prompt += {True: THINK_OPENED, False: THINK_CLOSED, None: ""}[self.opens(think)]
+        stop = template["assistant"].partition("{}")[2].strip()
+        body = {"model": self.backend.model, "prompt": prompt, "stream": True, "stop": [stop],
+                **entry["limit"], **entry["fields"]}
+        body.pop("reasoning_control", None)  # the thinking block is not the server's
+        return body
 
     def tags(self, think):
         opens = self.opens(think)
@@ -2595,76 +2588,33 @@ PROTOCOLS = {"chat": ChatCompletions, "completions": RawCompletions}
 
 # -- the template in a model file
 
-# bytes of a number
-GGUF_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-GGUF_TEXT, GGUF_ARRAY = 8, 9  # the other types
-
-
-def gguf_header(file):
-    """{key: value} at the head of a little-endian GGUF file: texts, lists of texts, and integers.
-
-    Any other list is None. What follows the header is not read. Raises ValueError with what is
-    wrong. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-    """
-    def read(size):
-        raw = file.read(size) if size <= MOST_TEXT else b""
-        if len(raw) < size:
-            raise ValueError("the header is damaged, or cut off")
-        return raw
-
-    def number(size):
-        return int.from_bytes(read(size), "little")
-
-    def text():
-        return read(number(8)).decode("utf-8", "replace")
-
-    def value(kind):
-        if kind == GGUF_TEXT:
-            return text()
-        if kind != GGUF_ARRAY:
-            return number(GGUF_SIZES.get(kind, MOST_TEXT + 1))
-        kind, count = number(4), number(8)
-        if kind == GGUF_TEXT:
-            return [text() for _ in range(count)]
-        read(count * GGUF_SIZES.get(kind, MOST_TEXT + 1))
-        return None
-
-    if file.read(4) != b"GGUF":
-        raise ValueError("this is no GGUF file")
-    version = number(4)
-    if version not in (2, 3):
-        raise ValueError(f"this is GGUF version {version}: mm reads 2 and 3, little-endian")
-    number(8)  # of tensors
-    header = {}
-    for _ in range(number(8)):
-        key = text()
-        header[key] = value(number(4))
-    return header
+TEMPLATE_KEY = b"tokenizer.chat_template\x08\0\0\0"  # the key, and the type: a text
 
 
 def template_of(path):
-    """-> (chat template of a GGUF file, its name in TEMPLATES or "", its end-of-turn token or "").
+    """-> (chat template of a GGUF file, its name in TEMPLATES or "").
 
-    Raises MMError("config") for a file that cannot be read, is none, or has no template.
+    It is looked for by its key, at the head of the file. Raises MMError("config") for a file that
+    cannot be read, or has no template.
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait
+        raise MMError("config", f"{path}: this is no regular file")
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would wait
-            raise ValueError("this is no regular file")
         with open(path, "rb") as file:
-            header = gguf_header(file)
-    except (OSError, ValueError) as error:
-        raise MMError("config", f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    template = header.get("tokenizer.chat_template")
-    if not isinstance(template, str) or not template:
-        split = " (the first file of a split model has it)" if as_int(header.get("split.no")) else ""
-        raise MMError("config", f"{path}: this model has no chat template{split}")
-    tokens = header.get("tokenizer.ggml.tokens") or []
-    number = header.get("tokenizer.ggml.eot_token_id", header.get("tokenizer.ggml.eos_token_id"))
-    end = tokens[number] if isinstance(number, int) and number < len(tokens) else ""
+            raw = file.read(MOST_TEXT)
+    except OSError as error:
+        raise MMError("config", f"{path}: {error.strerror}") from None
+    found = raw.partition(TEMPLATE_KEY)[2]  # the template's length in bytes, and the template
+    size = int.from_bytes(found[:8], "little")
+    template = found[8:8 + size].decode("utf-8", "replace")
+    if not template:
+        raise MMError("config", f"{path}: no chat template is at its head: is it a GGUF file "
+                                "(little-endian), and of a split model the first file?")
     for name, form in TEMPLATES.items():
         if form["known_by"] in template and form["but_not"] not in template:
-            return template, name, end
-    return template, "", end
+            return template, name
+    return template, ""
 
 
 # ==================================================================================================
@@ -3054,11 +3004,12 @@ class Timeline:
 
     def add(self, kind, tokens, now, since=None):
         """Counts tokens at `now`, or spreads them evenly over the time from `since` to now."""
-        last = int((now - self.started) * 10)
-        first = last if since is None else int((since - self.started) * 10)
         row = self.rows[kind]
+        first = int(((since or now) - self.started) * 10)
+        last = int((now - self.started) * 10)
+        share = tokens / (last - first + 1)
         for tenth in range(first, last + 1):
-            row[tenth] = row.get(tenth, 0) + tokens / (last - first + 1)
+            row[tenth] = row.get(tenth, 0) + share
 
 
 def counted_tokens(usage, timings):
@@ -3069,47 +3020,43 @@ def counted_tokens(usage, timings):
     them (Anthropic's cache, xAI's thinking): total_tokens tells, and that no part is larger than
     its whole.
     """
-    usage, timings = usage or {}, timings or {}
+    def count(path, figures=usage):
+        return as_int(dig(figures, path, ""))
 
-    def count(key, details=None):
-        place = usage.get(details) if details else usage
-        return as_int(place.get(key)) if isinstance(place, dict) else 0
-
-    prompt, produced = count("prompt_tokens"), count("completion_tokens")
-    thinking = count("reasoning_tokens", "completion_tokens_details")
-    cached = count("cached_tokens", "prompt_tokens_details")
+    prompt = count("prompt_tokens")
+    produced = count("completion_tokens")
+    thinking = count("completion_tokens_details.reasoning_tokens")
+    cached = count("prompt_tokens_details.cached_tokens")
     cached = cached or count("prompt_cache_hit_tokens") or count("cache_read_input_tokens")
     beside = count("total_tokens") - prompt - produced  # what is in neither
-    if cached > prompt or (cached and beside in (cached, cached + thinking)):
-        prompt, beside = prompt + cached, beside - cached
-    if thinking > produced or (thinking and beside == thinking):
+    if thinking > produced or thinking == beside:
         produced += thinking
+        beside -= thinking
+    if cached > prompt or cached == beside:
+        prompt += cached
     if not prompt:
-        cached = as_int(timings.get("cache_n"))
-        prompt = as_int(timings.get("prompt_n")) + cached
-    return prompt, cached, produced or as_int(timings.get("predicted_n")), thinking
+        cached = count("cache_n", timings)
+        prompt = cached + count("prompt_n", timings)
+    return prompt, cached, produced or count("predicted_n", timings), thinking
 
 
 class Reply:
-    """What one model call has brought so far, and when. keep: keep the thinking as well, to send it
-    back.
-    """
+    """What one model call has brought so far, and when."""
 
-    def __init__(self, timeline=None, keep=False):
+    def __init__(self, timeline=None):
         self.timeline = timeline or Timeline()
-        self.answer, self.thought = io.StringIO(), io.StringIO()
-        self.keep, self.kept = keep, 0  # kept: characters
+        self.answer = io.StringIO()
+        self.thought = io.StringIO()
         self.calls = Calls()
-        self.finish, self.usage, self.timings = None, None, None
-        self.model, self.id = "", ""  # as the server calls them
+        self.finish = self.usage = self.timings = None
+        self.model = self.id = ""  # as the server calls them
         self.extra = {}  # fields that only this server knows
         self.media = ""  # "image" or "audio", where the answer has any
-        self.tokens = {"reasoning": 0, "answer": 0, "call": 0}
-        self.seconds = {"reasoning": 0.0, "answer": 0.0, "call": 0.0}
-        self.started = self.last = time.monotonic()
+        self.tokens = dict.fromkeys(TOKENS, 0)
+        self.seconds = dict.fromkeys(TOKENS, 0.0)
         self.first_token = None
-        # prompt tokens, and when they were told of
-        self.prompt_read, self.prompt_told = 0, self.started
+        self.prompt_tokens = 0  # that the server has read, as it last said, at `prompt_time`
+        self.started = self.last = self.prompt_time = time.monotonic()
 
     def count(self, kind):
         """Counts a delta as a token, which it is on every server that mm knows, and the time since
@@ -3124,41 +3071,42 @@ class Reply:
         self.last = now
         self.timeline.add(kind, 1, now)
 
-    def count_prompt(self, processed):
+    def count_prompt(self, tokens):
         """Counts the prompt tokens read since the last report: llama.cpp tells it once in 2,048."""
-        now, new = time.monotonic(), max(0, processed - self.prompt_read)
-        self.timeline.add("prompt", new, now, self.prompt_told)
-        self.prompt_read, self.prompt_told = max(processed, self.prompt_read), now
+        now = time.monotonic()
+        new = tokens - self.prompt_tokens
+        if new > 0:
+            self.timeline.add("prompt", new, now, self.prompt_time)
+            self.prompt_tokens = tokens
+            self.prompt_time = now
 
     def write(self, kind, text):
-        """Keeps text of the answer, and of the thinking where it is to go back."""
-        if kind == "answer":
-            self.answer.write(text)
-        elif self.keep:
-            self.thought.write(text)
-        else:
-            return
-        self.kept += len(text)
-        if self.kept > MAX_LINE:
+        """Keeps a piece of the answer, or of the thinking, which may have to go back."""
+        kept = self.answer if kind == "answer" else self.thought
+        kept.write(text)
+        if kept.tell() > MAX_LINE:
             raise MMError("protocol", f"the answer passed {MAX_LINE >> 20} Mi characters")
 
     def add_extra(self, fields):
         """Keeps fields that only this server knows; a list goes on where it stopped."""
         for key, value in fields.items():
-            before = self.extra.get(key)
-            is_more = isinstance(before, list) and isinstance(value, list)
-            self.extra[key] = before + value if is_more else value
+            if isinstance(value, list):
+                value = self.extra.get(key, []) + value
+            self.extra[key] = value
 
     def produced_tokens(self):
         """-> (tokens of thinking, tokens of answer and calls): the server's figures, else a delta
         is a token.
         """
-        counted = sum(self.tokens.values())
+        deltas = sum(self.tokens.values())
         _, _, produced, thinking = counted_tokens(self.usage, self.timings)
-        produced = produced or counted
-        if counted and not thinking:
-            thinking = produced * self.tokens["reasoning"] // counted
+        produced = produced or deltas
+        thinking = thinking or produced * self.tokens["reasoning"] // max(1, deltas)
         return thinking, max(0, produced - thinking)
+
+    def is_thinking(self):
+        """Whether the model thinks right now, in a stream that can be named to its server."""
+        return bool(self.id and self.tokens["reasoning"] and not self.tokens["answer"])
 
     def finished_calls(self):
         """The calls of the answer; none behind an end that is not known to be a good one."""
@@ -3166,8 +3114,8 @@ class Reply:
 
 
 def read_reply(incoming, reply, tags=None):
-    """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, and mm's
-    own `waiting`. tags: the ThinkTags that part its answer, or None.
+    """Takes deltas into `reply` and yields them as events: reasoning, answer, progress, notice, and
+    mm's own `waiting`. tags: the ThinkTags that part its answer, or None.
     """
     if tags:
         incoming = split_thinking(incoming, tags)
@@ -3184,8 +3132,11 @@ def read_reply(incoming, reply, tags=None):
         elif kind == "extra":
             reply.add_extra(value)
         elif kind == "progress":
-            reply.count_prompt(value[0])
-            yield {"type": "progress", "processed": value[0], "total": value[1]}
+            processed, total = value
+            reply.count_prompt(processed)
+            yield {"type": "progress", "processed": processed, "total": total}
+        elif kind == "notice":
+            yield notice(value)
         elif kind != "finish":  # usage, timings, model, id, media
             setattr(reply, kind, value)
         elif not reply.finish or reply.finish == "stop":
@@ -3203,8 +3154,11 @@ def notice(message, **more):
     return {"type": "notice", "message": message, **more}
 
 
-SUMMARY = ("Sum up the conversation below, so that it can be continued from your summary alone: what was asked, what was found and "
-           "decided, names, numbers, paths and code that matter, and what is still open. Write the summary only.\n\n")
+SUMMARY = """Sum up the conversation below, so that it can be continued from your summary alone: \
+what was asked, what was found and decided, names, numbers, paths and code that matter, and what \
+is still open. Write the summary only.
+
+"""
 SUMMED_UP = "[What was said before, summed up]\n"
 
 
@@ -3220,28 +3174,33 @@ class Conversation:
 
     def __init__(self, backend, settings, toolbox=None, record=None, session=None, restartable=True,
                  end_thinking=False, tap=None):
-        self.backend, self.settings, self.session = backend, settings, session
-        self.toolbox, self.record = toolbox or Toolbox(), record or (lambda item: None)
-        self.restartable, self.may_end_thinking, self.tap = restartable, end_thinking, tap
+        self.backend = backend
+        self.settings = settings
+        self.session = session
+        self.toolbox = toolbox or Toolbox()
+        self.record = record or (lambda item: None)
+        self.restartable = restartable
+        self.may_end_thinking = end_thinking
+        self.tap = tap
         self.protocol = PROTOCOLS[backend.entry["protocol"]](backend)
-        self.system, self.think = settings["system"], settings["think"]
+        self.system = settings["system"]
+        self.think = settings["think"]
         # of {"role", "content", "tool_calls", "tool_call_id"} and mm's own "origin" (see Echo)
         self.history = []
-        self.untaken = False  # whether the last message is a question that no server has taken yet
-        self.withdrawn = ""   # the last question, if it was refused: no history keeps it
+        self.is_new_question = False  # whether no server has taken the last message, a question
+        self.withdrawn = ""  # the last question, if it was refused: no history keeps it
         # what mm itself parted stays here
         self.echo = Echo(backend, settings["reasoningEcho"] and not self.protocol.tags(None))
         self.refused = set()  # optional request fields that this server does not take
-        self.notices = []     # what is to be said at the next occasion
-        self.told_of_tags = False
+        self.named_tags = False
+        self.answered = set()  # models that have answered under another name, and were looked for
         # the ModelCall that runs, or ran until a pause before the next attempt, in which Ctrl-C
         # counts too
         self.call = None
-        # its thinking is to be ended ("wanted"), or the server was told so ("asked")
+        # its thinking can be ended ("can"), is to be ("wanted"), the server was asked to ("asked")
         self.ending = ""
-        self.window, self.probes = settings["contextWindow"], 0
-        # more than one question is to come, so that the window is worth asking for at once
-        self.will_grow = False
+        self.window = settings["contextWindow"]
+        self.probes = 0
         # so many messages of the history were so many tokens, as the server counted, thinking aside
         self.measured = (0, 0)
         self.thought_tokens = 0  # of the thinking that went back with the last request
@@ -3275,73 +3234,56 @@ class Conversation:
         """The events of `work`, and an `error` for what ends it; the answer so far stays, also
         where run_turn() closes the turn.
         """
-        is_refused = False
         try:
             yield from work
         except MMError as error:
             is_refused = error.kind not in ("cancelled", "stalled", "interrupted")
+            if is_refused and self.is_new_question:
+                self.withdrawn = self.history.pop()["content"]
+                if self.session:
+                    self.session.withdraw()
             yield error_event(error)
         finally:
             if self.partial:
                 self.remember({"role": "assistant", "content": self.partial})
                 self.partial = ""
-            if is_refused and self.untaken:
-                self.withdrawn = self.history.pop()["content"]
-                if self.session:
-                    self.session.withdraw()
-            self.untaken = False
-        yield from self.what_is_to_be_said()
+            self.is_new_question = False
 
     def remember(self, message):
         self.history.append(message)
-        self.untaken = message["role"] == "user"
+        self.is_new_question = message["role"] == "user"
         self.record(without_thought(message))
 
     def replace_history(self, history):
         self.history[:] = history
-        self.untaken = False
+        self.is_new_question = False
         self.measured = (0, 0)
         self.record({"history": [without_thought(message) for message in history]})
-
-    def what_is_to_be_said(self):
-        while self.notices:
-            yield notice(self.notices.pop(0))
 
     def interrupt(self):
         """Ctrl-C; safe in a signal handler. Ends the thinking if it can, else the turn; -> False
         where it can do neither.
         """
-        if self.can_end_thinking():
+        if self.stopped or not (self.call or self.toolbox.busy):
+            return False
+        if self.ending == "can" and self.replies[-1].is_thinking():
             self.ending = "wanted"
             self.call.wake()
             return True
-        if self.stopped or not (self.call or self.toolbox.busy):
-            return False
         if self.call:
             self.call.stop()
         self.stopped = self.toolbox.stopped = True
         return True
 
-    def can_end_thinking(self):
-        """Whether the model thinks right now and can be told to come to its answer, once."""
-        if not self.may_end_thinking or not self.call or self.ending or not self.replies:
-            return False
-        fields = set(self.backend.entry["fields"]) - self.refused
-        if "reasoning_control" not in fields or not self.protocol.applies_template:
-            return False
-        reply = self.replies[-1]
-        is_shown = reply.timeline is self.timeline  # a summary's is not
-        is_thinking = reply.tokens["reasoning"] and not reply.tokens["answer"]
-        return bool(is_shown and is_thinking and reply.id)
-
     def steps(self):
         """Model calls and tool calls in turn, until the model answers."""
-        step = 0
-        while not self.settings["maxSteps"] or step < self.settings["maxSteps"]:
-            step += 1
+        most = self.settings["maxSteps"] or sys.maxsize
+        for _ in range(most):
             yield from self.make_room()
             reply = yield from self.model_call()
-            calls, answer, self.partial = reply.finished_calls(), reply.answer.getvalue(), ""
+            calls = reply.finished_calls()
+            answer = reply.answer.getvalue()
+            self.partial = ""
             message = {"role": "assistant", "content": answer, **self.echo.label(reply, calls)}
             if calls:
                 message["tool_calls"] = calls
@@ -3350,11 +3292,11 @@ class Conversation:
             self.measure(reply)
             if not calls:
                 yield from verdict(reply)
-                yield from self.what_of_the_model(reply.model)
+                yield from self.check_model(reply.model)
                 return
             for call in calls:
                 yield from self.tool_call(call)
-        raise MMError("steps", f"stopped after {step} model calls in one turn: "
+        raise MMError("steps", f"stopped after {most} model calls in one turn: "
                       "ask it to go on, or raise --max-steps (maxSteps)")
 
     def tool_call(self, call):
@@ -3377,77 +3319,77 @@ class Conversation:
         if self.toolbox.stopped:
             raise MMError("cancelled", "stopped")
 
-    def model_call(self, make_body=None):
+    def model_call(self, asked=None):
         """One model call, asked again where that can help, with the same bytes unless something is
-        left out of them; no tool runs again. -> its whole Reply.
+        left out of them; no tool runs again. -> its complete Reply.
 
-        make_body: for a request that is not the conversation's own (a summary): makes its bytes.
+        asked: the messages of a request that is not the conversation's own (a summary's).
         """
-        tries, loading, started = 0, False, time.monotonic()
-        think = False if make_body else self.think
+        tries = 0
+        loading = False
+        started = time.monotonic()
         while True:
-            may_go_back = self.echo.on or bool(self.toolbox.names)
-            reply = Reply(None if make_body else self.timeline, may_go_back)
-            self.replies.append(reply)
+            reply = Reply(None if asked else self.timeline)
             try:
-                body = make_body() if make_body else self.request()
-                yield from self.read(reply, body, self.protocol.tags(think))
+                yield from self.read(reply, asked)
                 return reply
             except MMError as error:
-                if error.kind == "not_found":
-                    hint = self.unlisted_model()
-                    error.message += f" · {hint}" if hint else ""
-                left_out = yield from self.leave_out(error, reply, make_body is not None)
+                if self.stopped:
+                    raise
+                hint = self.unlisted_model() if error.kind == "not_found" else ""
+                if hint:
+                    error.message += f" · {hint}"
+                left_out = yield from self.leave_out(error, reply, asked)
                 if left_out:
                     continue
                 if not self.may_try_again(error, reply, tries, time.monotonic() - started):
                     raise
-                if not (loading and error.again == "loading"):  # loading is said once
-                    yield {"type": "retry", "reason": error.message}
+                was_loading = loading
                 loading = error.again == "loading"
                 tries += not loading
-                yield from self.pause(0.0 if error.again == "stream" else error.wait)
+                if not asked and not (loading and was_loading):  # loading is said once
+                    yield {"type": "retry", "reason": error.message}
+                yield from self.pause(0 if error.again == "stream" else error.wait)
             finally:
                 # a second try that brings nothing does not take away what the first one brought
-                if not make_body:
+                if not asked:
                     self.partial = reply.answer.getvalue() or self.partial
-                self.call, self.ending = None, ""
+                self.call = None
+                self.ending = ""
 
-    def leave_out(self, error, reply, for_summary):
+    def leave_out(self, error, reply, asked):
         """Leaves out of the next request what the one that ended in `error` was refused for: an
         optional field, earlier thinking, or turns that do not fit. -> whether there was any.
+
+        asked: see model_call().
         """
-        if self.stopped or reply.first_token is not None:
+        if reply.first_token is not None:
             return False
+        missing = re.search(r"\b(reasoning_content|reasoning)\b.*HTTP 400", error.message)
+        refuses_thinking = refuses_thoughts(error)
         if error.again == "field" and error.field not in self.refused:
             self.refused.add(error.field)
-            if error.field not in self.backend.entry["fields"]:  # it was asked for (--no-think)
-                yield notice(f"the server refuses {error.field}: asked again without it")
-            return True
-        if for_summary:
+            if error.field in self.backend.entry["fields"]:
+                return True  # nobody has asked for it
+            left_out = error.field
+        elif asked:
             return False
-        if error.again == "tools" and self.toolbox.names:
+        elif error.again == "tools" and self.toolbox.names:
             self.toolbox.names = []
-            yield notice(f"{error.message}: asked again without tools")
-            return True
-        refused = refuses_thoughts(error)
-        if self.thought_tokens and (refused or error.kind == "overflow"):
-            for message in self.history:
-                message.get("origin", {})["text"] = ""
-            why = "the context is full"
-            if refused:
-                self.echo.refusing.add(self.backend.model)
-                why = "the server refuses thinking in the history, and gets none from now on"
-            yield notice(f"{why}: asked again without the earlier thinking")
-            return True
-        missing = re.search(r"\b(reasoning_content|reasoning)\b.*HTTP 400", error.message)
-        if missing and not self.echo.insists and any(m.get("tool_calls") for m in self.history):
+            left_out = "tools"
+        elif self.thought_tokens and (refuses_thinking or error.kind == "overflow"):
+            self.echo.forget(self.history, refuses_thinking)
+            left_out = "the earlier thinking"
+        elif missing and not self.echo.insists and any("tool_calls" in m for m in self.history):
             self.echo.insists = missing.group(1)
             return True
-        if error.kind == "overflow" and self.can_sum_up:
+        elif error.kind == "overflow" and self.can_sum_up:
             self.window = self.window or error.window
             return (yield from self.compact())
-        return False
+        else:
+            return False
+        yield notice(f"{error.message}: asked again without {left_out}")
+        return True
 
     def unlisted_model(self):
         """unknown_model() by the list of a server of one's own, which is asked for it; else ""."""
@@ -3455,66 +3397,82 @@ class Conversation:
             return ""
         return unknown_model(self.backend, probe(self.backend)["models"])
 
-    def what_of_the_model(self, served):
+    def check_model(self, served):
         """A notice where a server has answered by another model than the one that was named."""
-        if served and not same_model(served, self.backend.model):
-            message = self.unlisted_model()
-            if message:
-                yield notice(f"{message}: {served} has answered")
+        if not served or served in self.answered or same_model(served, self.backend.model):
+            return
+        self.answered.add(served)  # the server's list is asked for once a name
+        message = self.unlisted_model()
+        if message:
+            yield notice(f"{message}: {served} has answered")
 
     def may_try_again(self, error, reply, tries, elapsed):
         """Whether the call that ended in `error` is made once more (see MMError.again)."""
-        if self.stopped or reply.finish is not None or error.again in ("", "field", "tools"):
-            return False
         if error.again == "loading":
-            limit = self.settings["firstTokenTimeout"]
-            return not limit or elapsed < limit
+            return elapsed < (self.settings["firstTokenTimeout"] or math.inf)
+        if error.again not in ("stream", "busy") or reply.finish is not None:
+            return False
         can_be_taken_back = self.restartable or not reply.answer.tell()
         return tries < self.settings["retries"] and can_be_taken_back
 
     def pause(self, seconds):
-        started = time.monotonic()
-        while time.monotonic() - started < seconds:
+        for tenth in range(round(seconds * 10)):
+            yield {"type": "waiting", "seconds": tenth / 10}
+            time.sleep(0.1)
             if self.stopped:
                 raise MMError("cancelled", "stopped")
-            yield {"type": "waiting", "seconds": time.monotonic() - started}
-            time.sleep(min(0.1, seconds))
 
     def request(self):
-        """The bytes of the next request."""
+        """The body of the conversation's next request."""
         tools = self.toolbox.schemas()
-        backs = self.echo.backs(self.history, tools)
-        self.thought_tokens = sum(back["tokens"] for back in backs.values())
+        history, self.thought_tokens = self.echo.outgoing(self.history, tools)
         # options (-o) are the strongest: section 14 has laid them over the provider's own
         sampling = merged(self.settings["sampling"], self.backend.entry["sampling"])
-        return serialised(self.protocol.body(self.history, self.system, tools, sampling, self.think,
-                                             self.refused, backs))
+        return self.protocol.body(history, self.system, tools, sampling, self.think, self.refused)
 
-    def read(self, reply, body, tags):
-        """One request and its stream, as events. body: its bytes; tags: see Protocol.tags()."""
-        def open_stream(connection):
-            return self.protocol.stream(body, connection, self.tap, self.notices.append)
+    def read(self, reply, asked):
+        """One request and its stream into `reply`, as events; of a summary, how it grows.
 
-        settings, is_set = self.settings, self.settings.source("watchdogTimeout")
-        waits_for_call = self.toolbox.names and not self.backend.entry["streamsCalls"] and not is_set
-        self.call = ModelCall(open_stream, settings["watchdogTimeout"],
-                              settings["firstTokenTimeout"], waits_for_call)
-        for event in read_reply(self.call, reply, tags):
-            if self.untaken and event["type"] != "waiting":  # the server has taken it
-                self.untaken = False
-            yield event
-            yield from self.what_is_to_be_said()
+        asked: see model_call().
+        """
+        if asked:
+            think = False
+            body = self.protocol.body(asked, "", [], {}, False, self.refused)
+        else:
+            think = self.think
+            body = self.request()
+            self.replies.append(reply)
+            if self.may_end_thinking and "reasoning_control" in body:
+                self.ending = "can"
+        raw = serialised(body)
+        for event in read_reply(self.start_call(raw), reply, self.protocol.tags(think)):
+            if event["type"] != "waiting":  # the server has taken the question
+                self.is_new_question = False
+            if asked and reply.first_token is not None:
+                event["summing_up"] = sum(reply.tokens.values())
+            if not asked or event["type"] not in TOKENS:
+                yield event
             if self.ending == "wanted":  # Ctrl-C
                 self.ending = "asked"
                 if not self.protocol.end_thinking(reply.id):
                     raise MMError("cancelled", "stopped")
-        hint = truncation_hint(body, reply)
-        if hint:
-            yield notice(hint)
-        if not self.told_of_tags and has_lone_end(reply.answer.getvalue()):
-            self.told_of_tags = True
+        yield from truncation_hint(raw, reply)
+        if not self.named_tags and has_lone_end(reply.answer.getvalue()):
+            self.named_tags = True
             yield notice("this answer has a closing </think> and no opening one: `thinkTags: open` "
                          "for this provider in the config parts the thinking from it")
+
+    def start_call(self, raw):
+        """The ModelCall that posts these bytes; what goes wrong with --tap is one of its deltas."""
+        def open_stream(connection):
+            return self.protocol.stream(raw, connection, self.tap, call.say)
+
+        watchdog, first_token = self.settings["watchdogTimeout"], self.settings["firstTokenTimeout"]
+        waits_for_call = self.toolbox.names and not self.backend.entry["streamsCalls"]
+        if self.settings.source("watchdogTimeout"):  # a person has set it, so it counts
+            waits_for_call = False
+        call = self.call = ModelCall(open_stream, watchdog, first_token, waits_for_call)
+        return call
 
     # -- the context window
 
@@ -3536,12 +3494,11 @@ class Conversation:
         if not count:
             tokens = tokens_in([self.system, tools])
         tokens += tokens_in([without_thought(message) for message in self.history[count:]])
-        backs = self.echo.backs(self.history, tools)
-        return tokens + sum(back["tokens"] for back in backs.values())
+        return tokens + self.echo.outgoing(self.history, tools)[1]
 
     def make_room(self):
         """Before a call: compacts once the next prompt passes compactAt of the window."""
-        if self.can_sum_up and (len(self.history) > 1 or self.will_grow):
+        if self.can_sum_up and len(self.history) > 1:
             room = self.settings["compactAt"] * self.find_window()
             if room and self.size() > room:
                 yield from self.compact()
@@ -3563,21 +3520,18 @@ class Conversation:
         older tool results go.
         """
         cut = len(self.history)
-        while cut and not everything:
-            cut -= 1
-            if self.history[cut]["role"] == "user":
-                break
-        # nothing is left to sum up
-        if cut == 0 or (cut == 1 and self.history[0]["content"].startswith(SUMMED_UP)):
+        if not everything:
+            cut = max(index for index, message in enumerate(self.history)
+                      if message["role"] == "user")
+        if cut < 2:  # nothing, or an earlier summary
             return (yield from self.drop_results())
         try:
             summary = yield from self.summary(self.history[:cut])
         except MMError as error:
-            if error.kind == "cancelled":
+            if self.stopped:
                 raise
             self.can_sum_up = False
-            yield notice("the conversation could not be summed up, and stays as it is: "
-                         + error.message)
+            yield notice(f"the conversation stays as it is, without a summary: {error.message}")
             return False
         summary = {"role": "user", "content": SUMMED_UP + summary}
         self.replace_history([summary, *self.history[cut:]])
@@ -3588,13 +3542,12 @@ class Conversation:
         """Takes the tool results but the last two out of the only turn there is; -> whether there
         were any.
         """
-        large = [index for index, message in enumerate(self.history)
+        large = [message for message in self.history
                  if message["role"] == "tool" and len(message["content"]) > 400][:-2]
-        history = list(self.history)
-        for index in large:
-            history[index] = {**history[index], "content": "[This result was taken out to make room.]"}
+        for message in large:
+            message["content"] = "[This result was taken out to make room.]"
         if large:
-            self.replace_history(history)
+            self.replace_history(list(self.history))
             yield notice(f"the context was full: {len(large)} older tool results were taken out")
         return bool(large)
 
@@ -3602,22 +3555,7 @@ class Conversation:
         """A summary of messages, asked for with thinking off. Raises MMError if there is none."""
         # three characters a token is cautious, and the summary itself needs room
         text = transcript(messages, int(self.window * 0.6) * 3)
-        asked = [{"role": "user", "content": SUMMARY + text}]
-        before, reply = len(self.replies), Reply()
-        work = self.model_call(lambda: serialised(
-            self.protocol.body(asked, "", [], {}, False, self.refused)))
-        try:
-            for event in work:
-                reply = self.replies[-1]  # what model_call returns is lost in a for loop
-                if reply.answer.tell() > max(len(text), 2000):
-                    raise MMError("empty", "the summary was longer than what it sums up")
-                if event["type"] == "waiting" and reply.first_token is not None:
-                    event["summing_up"] = sum(reply.tokens.values())
-                if event["type"] in ("waiting", "progress", "notice"):
-                    yield event
-        finally:
-            work.close()
-            del self.replies[before:]
+        reply = yield from self.model_call([{"role": "user", "content": SUMMARY + text}])
         answer = reply.answer.getvalue()
         if self.backend.entry["thinkTags"]:  # the template may have opened the block all the same
             answer = answer.split(THINK_END, 1)[-1]
@@ -3629,11 +3567,10 @@ class Conversation:
     # -- what a person changes in between
 
     def clear(self):
-        """Forgets what was said, and what was permitted; what was recorded stays in its own
+        """Forgets the conversation, and what was permitted; what was recorded stays in its own
         session.
         """
         self.history.clear()
-        self.untaken = False
         self.measured = (0, 0)
         self.toolbox.always.clear()
         if self.session:
@@ -3644,14 +3581,17 @@ class Conversation:
         question on.
         """
         if model is not None:
-            self.backend.model, self.measured, self.probes = model, (0, 0), 0
+            self.backend.model = model
+            self.measured = (0, 0)
+            self.probes = 0
             self.window = self.settings["contextWindow"]
         if system is not None:
             self.system = system
+        about = {"model": self.backend.model, "system": self.system}
         if self.session:
-            self.session.about.update(model=self.backend.model, system=self.system)
+            self.session.about.update(about)
         if self.history:
-            self.record({"model": self.backend.model, "system": self.system})
+            self.record(about)
 
     def done(self):
         session = self.session.id if self.session else None
@@ -3675,29 +3615,23 @@ def tokens_in(value):
 
 
 def transcript(messages, room):
-    """Messages as text. Where they take more than `room` characters, each is cut to its share.
-
-    What a tool gave and took is cut to a quarter of that; an earlier summary keeps a quarter of the
-    room. room: 0 for any.
+    """Messages as text. Where they take more than `room` characters (0: any), the longest are cut
+    in the middle, such as what a tool gave.
     """
-    whole = sum(len(json.dumps(message, ensure_ascii=False)) for message in messages)
-    share = room // len(messages) if 0 < room < whole else whole
     parts = []
     for message in messages:
-        content, limit = message["content"], share
-        if message["role"] == "tool":
-            limit = share // 4
-        elif content.startswith(SUMMED_UP):
-            limit = max(share, room // 4)
-        parts.append(f"{message['role'].upper()}: {shorter(content, limit)}")
-        for call in message.get("tool_calls") or []:
-            arguments = json.dumps(call["arguments"] or {}, ensure_ascii=False)
-            parts.append(f"CALL {call['name']} {shorter(arguments, share // 4)}")
+        parts.append(f"{message['role'].upper()}: {message['content']}")
+        for call in message.get("tool_calls", []):
+            arguments = json.dumps(call["arguments"], ensure_ascii=False)
+            parts.append(f"CALL {call['name']} {arguments}")
+    limit = max(map(len, parts))
+    while sum(min(len(part), limit) for part in parts) > room > 0:
+        limit = limit * 3 // 4
+    half = limit // 2
+    for index, part in enumerate(parts):
+        if len(part) > limit:
+            parts[index] = f"{part[:half]} […] {part[len(part) - half:]}"
     return "\n\n".join(parts)
-
-
-def shorter(text, limit):
-    return text if len(text) <= limit else f"{text[:limit // 2]} […] {text[-limit // 2:]}"
 
 
 def done_event(provider, model, session, replies, started, timeline=None):
@@ -3705,15 +3639,18 @@ def done_event(provider, model, session, replies, started, timeline=None):
     its calls, and the Timeline.
     """
     last = replies[-1] if replies else Reply()
-    first = [reply.first_token for reply in replies if reply.first_token is not None]
-    thinking = answer = thinking_seconds = answer_seconds = 0
+    waits = [reply.first_token for reply in replies if reply.first_token is not None]
+    thinking = answer = 0
     for reply in replies:
-        thinking_seconds += reply.seconds["reasoning"]
-        answer_seconds += reply.seconds["answer"] + reply.seconds["call"]
-        tokens = reply.produced_tokens()
-        thinking, answer = thinking + tokens[0], answer + tokens[1]
-    seconds = {"first_token": rounded(first[0] if first else None),
-               "thinking": rounded(thinking_seconds), "answer": rounded(answer_seconds),
+        thoughts, rest = reply.produced_tokens()
+        thinking += thoughts
+        answer += rest
+
+    def spent(*kinds):
+        return rounded(sum(reply.seconds[kind] for reply in replies for kind in kinds))
+
+    seconds = {"first_token": rounded(waits[0]) if waits else None,
+               "thinking": spent("reasoning"), "answer": spent("answer", "call"),
                "total": rounded(time.monotonic() - started)}
     return {"type": "done", "finish_reason": last.finish, "provider": provider, "model": model,
             "session": session, "usage": last.usage, "timings": last.timings, "seconds": seconds,
@@ -3768,18 +3705,17 @@ def verdict(reply):
 
 
 def truncation_hint(body, reply):
-    """What is said where the server counts far fewer tokens than were sent, or "": Ollama and
-    others drop what does not fit and say nothing.
+    """A notice where the server counts far fewer tokens than were sent: Ollama and others drop what
+    does not fit and say nothing.
 
     Eight characters that are no white space and no \\u escape make at least one token, in any text
     people send.
     """
     counted = counted_tokens(reply.usage, None)[0]
-    sent = len(body.decode().translate({32: None, 10: None}).replace("\\n", ""))
-    if not counted or sent <= 8000 or counted >= sent / 8:
-        return ""
-    return (f"the server read {counted:,} prompt tokens where about {sent // 4:,} were sent: "
-            "it cuts what does not fit its context")
+    sent = len(body.decode().replace(" ", "").replace("\\n", ""))
+    if sent > 8000 and 0 < counted < sent / 8:
+        yield notice(f"the server read {counted:,} prompt tokens where about {sent // 4:,} were "
+                     "sent: it cuts what does not fit its context")
 
 
 # ==================================================================================================
@@ -3890,7 +3826,7 @@ def load_session(path):
             damaged.append(str(number))
     if damaged:
         lines = one_line(", ".join(damaged), 60)
-        notes.append(f"{where}: skipped what cannot be read: line {lines}")
+        notes.append(f"{where}: line {lines} cannot be read, and was skipped")
     last = history[-1] if history else {"role": "assistant"}
     answered = last["role"] == "assistant" and "tool_calls" not in last
     if not answered and not last["content"].startswith(SUMMED_UP):
@@ -4416,7 +4352,6 @@ class Repl:
 
     def __init__(self, conversation, view, session, history_file):
         self.conversation, self.view, self.session = conversation, view, session
-        conversation.will_grow = True
         self.terminal = sys.stdin is not None and sys.stdin.isatty()
         self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
         self.last = None  # the `done` of the last turn
@@ -5164,10 +5099,8 @@ def show_replay(path, settings, view):
 
 def show_template(path, view, say):
     """--template-of: the template on stdout, and what mm makes of it beside it."""
-    template, form, end = template_of(path)
+    template, form = template_of(path)
     note = f"template: {form or 'none of ' + ', '.join(TEMPLATES)}"
-    if end:
-        note += f" · end of turn: {end}"
     if THINK in template:
         note += " · it knows <think> (thinkTags: true has the block opened in the prompt)"
     print_rows([template.rstrip("\n")], view)

@@ -1586,7 +1586,7 @@ def test_a_slow_reader_holds_the_server_back(serve, monkeypatch):
     ("broken arguments become none", [user("a"), assistant("x", made("1", None)), tool("1")],
      [user("a"), assistant("x", sent("1", "{}")), tool("1")]),
     ("a call without a result gets one", [user("a"), assistant("", made("1"), made("2")), tool("2"), assistant("b")],
-     [user("a"), assistant("", sent("1"), sent("2")), tool("2"), tool("1", mm.NO_RESULT), assistant("b")]),
+     [user("a"), assistant("", sent("1"), sent("2")), tool("1", mm.NO_RESULT), tool("2"), assistant("b")]),
     ("at the end as well", [user("a"), assistant("", made("1"))], [user("a"), assistant("", sent("1")), tool("1", mm.NO_RESULT)]),
     ("a turn without an answer gets one", [user("a"), assistant("", made("1")), tool("1"), user("b")],
      [user("a"), assistant("", sent("1")), tool("1"), assistant(mm.NO_ANSWER), user("b")]),
@@ -1667,14 +1667,6 @@ def test_the_template_decides_which_thinking_is_sent_and_counted(serve, box, ren
     ask(conversation, "and?")
     assert [echoed(server.arrived(number)) for number in (2, 3)] == sent
     assert len([get for get in server.gets if get.path == "/apply-template"]) == 1
-
-
-def test_where_a_server_cannot_render_its_props_tell_what_it_keeps(tell):
-    for kept, told in ((True, "all"), (False, ""), (None, "")):
-        server = tell(pages={}) if kept is None else tell(stream(OK), pages={"/props?model=m&autoload=false": {
-            "chat_template_caps": {"supports_preserve_reasoning": kept}}})
-        assert mm.thoughts_rendered(backend_of("llamacpp", server.url), []) == told
-    assert mm.thoughts_rendered(backend_of("ollama"), []) == ""
 
 
 def test_thinking_goes_to_the_model_that_made_it_alone(serve, box):
@@ -2028,30 +2020,23 @@ TEMPLATE = MODEL["tokenizer.chat_template"]
 
 
 @pytest.mark.parametrize("pairs, how, told", [
-    (MODEL, {}, (TEMPLATE, "chatml", "<|im_end|>")), 
-    (dict(reversed(MODEL.items())), {"version": 2}, (TEMPLATE, "chatml", "<|im_end|>")),
-    ({**MODEL, "tokenizer.ggml.eot_token_id": 0}, {}, (TEMPLATE, "chatml", "<pad>")),
-    ({**MODEL, "tokenizer.ggml.eos_token_id": 77}, {}, (TEMPLATE, "chatml", "")),
-    ({**MODEL, "tokenizer.ggml.eos_token_id": "2"}, {}, (TEMPLATE, "chatml", "")),
-    ({**MODEL, "a": (9, struct.pack("<IQ", 5, 2) + b"12345678"), "b": (9, struct.pack("<IQ", 8, 0)), "c": (7, b"\1")}, {},
-     (TEMPLATE, "chatml", "<|im_end|>")),
-    ({**MODEL, "tokenizer.chat_template": "<start_of_turn>"}, {}, ("<start_of_turn>", "gemma", "<|im_end|>")),
-    ({**MODEL, "tokenizer.chat_template": "[INST]"}, {}, ("[INST]", "mistral", "<|im_end|>")),
-    ({**MODEL, "tokenizer.chat_template": "[INST]<<SYS>>"}, {}, ("[INST]<<SYS>>", "", "<|im_end|>")),
-    ({"tokenizer.chat_template": "<|start_header_id|>"}, {}, ("<|start_header_id|>", "llama3", "")),
+    (MODEL, {}, (TEMPLATE, "chatml")), (dict(reversed(MODEL.items())), {"version": 2}, (TEMPLATE, "chatml")),
+    ({**MODEL, "a": (9, struct.pack("<IQ", 5, 2) + b"12345678"), "b": (9, struct.pack("<IQ", 8, 0)), "c": (7, b"\1")}, {}, (TEMPLATE, "chatml")),
+    ({**MODEL, "tokenizer.chat_template": "<start_of_turn>"}, {}, ("<start_of_turn>", "gemma")),
+    ({**MODEL, "tokenizer.chat_template": "[INST]"}, {}, ("[INST]", "mistral")),
+    ({**MODEL, "tokenizer.chat_template": "[INST]<<SYS>>"}, {}, ("[INST]<<SYS>>", "")),
+    ({"tokenizer.chat_template": "<|start_header_id|>"}, {}, ("<|start_header_id|>", "llama3")),
 ])
-def test_a_model_file_tells_its_template_and_its_end_of_turn(tmp_path, pairs, how, told):
+def test_a_model_file_tells_its_template(tmp_path, pairs, how, told):
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf(pairs, **how) + b"\0" * 1000)
     assert mm.template_of(str(path)) == told
 
 
 @pytest.mark.parametrize("content, token", [
-    (b"", "no GGUF"), (b"PK\3\4" * 9, "no GGUF"), (b"GGUF", "damaged"), (gguf(MODEL)[:60], "damaged"), (gguf(MODEL, order=">"), "little-endian"), (gguf(MODEL, version=1), "version 1"),
-    (gguf(MODEL, count=1 << 40), "damaged"), (gguf({"a": (77, b"")}), "damaged"), (gguf({"a": (8, b"\xff" * 8)}), "damaged"),
-    (gguf({"a": (9, struct.pack("<IQ", 8, 1 << 60))}), "damaged"), (gguf({"general.name": "x"}), "no chat template"),
+    (b"", "GGUF"), (b"PK\3\4" * 9, "GGUF"), (b"GGUF", "no chat template"), (gguf(MODEL, order=">"), "little-endian"),
+    (gguf(MODEL)[:60], "no chat template"), (gguf({"a": (8, b"\xff" * 8)}), "no chat template"), (gguf({"general.name": "x"}), "no chat template"),
     (gguf({"tokenizer.chat_template": 5}), "no chat template"), (gguf({"split.no": 1}), "first file"),
-    (gguf({"a": (9, struct.pack("<IQ", 9, 1) * 40)}), "damaged"), (gguf({"a": (9, struct.pack("<IQ", 0, 1 << 62))}), "damaged"),
 ])
 def test_a_file_that_tells_no_template_is_one_line(tmp_path, content, token):
     (tmp_path / "model.gguf").write_bytes(content)
@@ -2072,7 +2057,7 @@ def test_the_template_is_printed_alone_and_its_format_beside_it(run_mm, tmp_path
     (tmp_path / "model.gguf").write_bytes(gguf({**MODEL, "tokenizer.chat_template": TEMPLATE + "<think>\n"}))
     result = run_mm("--template-of", "model.gguf")
     assert (result.code, result.out) == (0, TEMPLATE + "<think>\n")
-    assert all(word in result.err for word in ("chatml", "<|im_end|>", "thinkTags"))
+    assert all(word in result.err for word in ("chatml", "thinkTags"))
     result = run_mm("--template-of", "mm.yaml")
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
 
@@ -2962,14 +2947,6 @@ def test_a_summary_that_is_none_changes_nothing_and_the_turn_goes_on(serve, box,
     assert strict(server.arrived(2 + len(scripts))) == [user("one"), assistant("ok"), user("two")]
 
 
-def test_what_is_to_be_said_while_a_summary_is_made_is_said(serve):
-    server = serve(counted(900), stream(chunk("the summary") + STOP), stream(OK))
-    conversation = agent(server, contextWindow=1000)
-    ask(conversation, "one")
-    conversation.record = lambda item: conversation.notices.append("the disk is full")
-    assert [event["message"] for event in ask(conversation, "two") if event["type"] == "notice"].count("the disk is full") == 3
-
-
 def test_ctrl_c_in_a_summary_that_thinks_ends_the_turn(serve):
     thinks = sse({"id": "chatcmpl-7", "choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
     server = serve(counted(900), stream(thinks, "hang"), reply(200, {"success": True}))
@@ -2978,7 +2955,7 @@ def test_ctrl_c_in_a_summary_that_thinks_ends_the_turn(serve):
     events, asked = [], False
     for event in conversation.ask("two"):
         events.append(event)
-        if not asked and conversation.replies and conversation.replies[-1].tokens["reasoning"]:
+        if not asked and "summing_up" in event:
             asked = conversation.interrupt()
     assert error(events)[0] == "cancelled" and len(server.posts) == 2
 
@@ -3837,7 +3814,7 @@ def test_the_repl_goes_on_after_an_error_and_starts_with_the_question_of_i(serve
     screen.prompt()
     screen.send("two\r")
     screen.expect("ok")
-    assert server.arrived(2).body["messages"] == [user("one\n\ntwo")]
+    assert server.arrived(2).body["messages"] == [user("two")]
 
 
 def test_a_history_file_that_cannot_be_written_or_read_is_no_fault(repl, tmp_path):
