@@ -4755,35 +4755,33 @@ def demo_stream(question):
     thoughts = DEMO_THOUGHTS.format(question=one_line(question, 200))
     for field, text in (("reasoning_content", thoughts), ("content", DEMO_ANSWER)):
         for word in re.findall(r"\s*\S+", text):
-            chunk = {"choices": [{"finish_reason": None, "index": 0, "delta": {field: word}}]}
-            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            chunk = {"choices": [{"index": 0, "delta": {field: word}}]}
+            yield f"data: {json.dumps(chunk)}\n\n".encode()
             time.sleep(PACE)
     yield DEMO_END
 
 
 def start_demo():
     """Starts the scripted server on a free loopback port; -> (Backend, [notices])."""
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from http.server import BaseHTTPRequestHandler, HTTPServer
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args):
             """Standard error is for what mm says."""
 
         def do_GET(self):
-            self.answer("application/json", [DEMO_MODELS])
+            self.answer([DEMO_MODELS])
 
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            question = request["messages"][-1]["content"]
-            self.answer("text/event-stream", demo_stream(question))
+            self.answer(demo_stream(request["messages"][-1]["content"]))
 
-        def answer(self, content_type, pieces):
+        def answer(self, pieces):
             self.send_response(200)
-            self.send_header("Content-Type", content_type)
             self.end_headers()
             self.wfile.writelines(pieces)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *_: None  # the question was withdrawn
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -4802,9 +4800,8 @@ def replay(path, settings):
     protocol = PROTOCOLS[backend.entry["protocol"]](backend)
     # the streams of a tap stand one after another; one without [DONE] runs into the next
     raw = read_bytes(path, "--replay")
-    streams = re.findall(rb"(?ms).+?(?:^data: ?\[DONE\]\s*|\Z)", raw) or [b""]
     replies = []
-    for stream in streams:
+    for stream in re.findall(rb"(?ms).+?(?:^data: ?\[DONE\]\s*|\Z)", raw) or [b""]:
         reply = Reply()
         replies.append(reply)
         try:
@@ -4829,15 +4826,14 @@ def recorded_seconds(replies, thinking, answer):
     """`done`'s seconds of a recorded stream, from llama.cpp's timings in it: the time that its
     replay takes means nothing. thinking, answer: tokens.
     """
-    def recorded(key):
-        return sum(as_int((reply.timings or {}).get(key)) for reply in replies) / 1000
-
-    prompt, predicted = recorded("prompt_ms"), recorded("predicted_ms")
-    share = thinking / max(1, thinking + answer)
-    return {
-        "first_token": rounded(prompt or None), "thinking": rounded(predicted * share),
-        "answer": rounded(predicted * (1 - share)), "total": rounded(prompt + predicted or None),
-    }
+    prompt = produced = 0.0
+    for reply in replies:
+        timings = reply.timings or {}
+        prompt += as_int(timings.get("prompt_ms")) / 1000
+        produced += as_int(timings.get("predicted_ms")) / 1000
+    thinking_seconds = produced * thinking / max(1, thinking + answer)
+    return {"first_token": rounded(prompt or None), "thinking": rounded(thinking_seconds),
+            "answer": rounded(produced - thinking_seconds), "total": rounded(prompt + produced or None)}
 
 
 # ==================================================================================================
