@@ -4115,7 +4115,7 @@ class Person:
         self.block = ""  # "thinking" or "answer": what stands on the screen and may go on
         self.newlines = ""  # the end of its text so far, which is shown when more follows
         self.doing = "waiting for the model"  # for the status line
-        self.since = 0.0  # the time of the first "waiting"
+        self.since = time.monotonic()
         self.hidden = 0  # tokens of thinking
 
     def show(self, event):
@@ -4165,9 +4165,7 @@ class Person:
 
     def on_waiting(self, event):
         self.flush()
-        now = time.monotonic()
-        self.since = self.since or now
-        waited = now - self.since
+        waited = time.monotonic() - self.since
         # the first second needs no status line
         if self.block or self.quiet or not self.side.moves or waited < 1:
             return
@@ -4215,12 +4213,12 @@ class Person:
         call, change = event["preview"]()
         call = INVISIBLE.sub(lambda char: f"<{ord(char.group()):04x}>", call.replace("\r", "␍"))
         self.note(self.side.marks["tool"] + call.replace("\n", "\n   │ "))
-        for row in ends_of(change, 40, 0):
+        for row in ends_of(change, 40):
             self.note(f"  {row[:300]}", CHANGES.get(row[:1], NOTICE))
         self.doing = "running, Ctrl-C ends it"
 
     def on_tool_result(self, event):
-        for row in ends_of(event["output"].rstrip("\n").split("\n"), 3, 2):
+        for row in ends_of(event["output"].rstrip("\n").split("\n"), 6):
             self.note(f"  {row[:300]}", NOTICE if event["ok"] else ERROR)
         self.ran += event["ok"]
 
@@ -4251,12 +4249,12 @@ class Person:
         self.ran = 0
 
 
-def ends_of(rows, head, tail):
-    """The first and the last of these rows; a row between them says how many are left out."""
-    left_out = len(rows) - head - tail
-    if left_out <= 1:
+def ends_of(rows, most):
+    """`rows`; of more than `most`, the first and the last with a row between that counts the rest.
+    """
+    if len(rows) <= most:
         return rows
-    return [*rows[:head], f"… {left_out} lines …", *rows[head + left_out:]]
+    return [*rows[:most - 3], f"… {len(rows) - most + 1} lines …", *rows[-2:]]
 
 
 class Ndjson:
@@ -4363,6 +4361,7 @@ def run_turn(conversation, turn, view):
             # nothing here may catch it: a handler can itself be interrupted by the next one
             raise KeyboardInterrupt
 
+    view.close()
     before = on_signal(signal.SIGINT, on_interrupt)
     try:
         for event in turn:
@@ -4391,7 +4390,6 @@ def run_turn(conversation, turn, view):
 COMMAND = re.compile(r"/([a-z?]+)(?:[ \t](.*))?$", re.I)
 ALIASES = {"?": "help", "exit": "bye", "quit": "bye"}
 THINK_STATES = {"on": True, "off": False, "auto": None}
-KERNEL_LINE = 4095  # bytes
 NO_SWITCH = ("how this server is told to think or not is not known: "
              "-p NAME says which server it is, -o passes a field of its own")
 NO_RAW_TOOLS = "raw prompts take no tools, so the model will not hear of them"
@@ -4411,9 +4409,9 @@ class Repl:
         self.terminal = sys.stdin.isatty()
         self.history_file = history_file
         self.readline = None
-        if self.terminal and sys.stdout.isatty():
+        if self.terminal and view.out.terminal:
             self.open_readline()
-        self.last = None  # the `done` of the last turn
+        self.figures = "nothing was asked yet"  # those of the last turn
         self.code = 0  # exit code of the last turn that failed
         self.reading = False  # whether a line is being typed
         # whether what waits was typed during the answer: lines of their own, no paste
@@ -4425,8 +4423,7 @@ class Repl:
             import readline
         except ImportError:
             return
-        # it writes escape sequences
-        paste = "off" if os.environ.get("TERM") == "dumb" else "on"
+        paste = "on" if self.view.out.moves else "off"  # it writes escape sequences
         readline.parse_and_bind(f"set enable-bracketed-paste {paste}")
         readline.set_history_length(1000)  # of the file
         try:
@@ -4475,13 +4472,13 @@ class Repl:
         conversation = self.conversation
         answer = probe(conversation.backend)
         conversation.window = conversation.window or answer["window"]
-        advice = unknown_model(conversation.backend, answer["models"])
+        advice = [unknown_model(conversation.backend, answer["models"])]
         if answer["fault"]:
-            advice = answer["fault"].message
+            advice = [answer["fault"].message]
         if answer["tools"] is False and conversation.toolbox.names:
-            advice = NO_TOOLS
-        if advice:
-            self.say(f"mm: {advice}")
+            advice.append(NO_TOOLS)
+        for line in filter(None, advice):
+            self.say(f"mm: {line}")
 
     def one_question(self):
         """Reads and answers one. Whatever Ctrl-C interrupts, it does not end the conversation."""
@@ -4500,7 +4497,8 @@ class Repl:
     def ask(self, text, keep=None):
         turn = self.conversation.ask(text, keep)
         self.code = run_turn(self.conversation, turn, self.view) or self.code
-        self.last = self.conversation.done()
+        pen = self.view.out
+        self.figures = figures(self.conversation.done(), pen.columns(), pen.marks)
 
     def read_question(self):
         """One question: a line; lines joined by a trailing backslash; a block between triple
@@ -4538,16 +4536,16 @@ class Repl:
         """
         self.reading = True
         try:
-            if self.terminal:
-                line = input(prompt)
-            else:
-                line = piped_line()
+            return readable(self.typed_line(prompt) if self.terminal else piped_line())
         finally:
             self.reading = False
-        if self.terminal and not self.readline and len(os.fsencode(line)) >= KERNEL_LINE:
-            self.say(f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: "
+
+    def typed_line(self, prompt):
+        line = input(prompt)
+        if not self.readline and len(os.fsencode(line)) >= 4095:
+            self.say("the terminal may have cut this line at 4,095 bytes: "
                      "use -f FILE or a pipe for long text")
-        return readable(line)
+        return line
 
     def on_interrupt(self, *_):
         """Ctrl-C outside a turn: it takes away what is being typed, once; a hasty second one,
@@ -4621,9 +4619,7 @@ class Repl:
 
     def do_stats(self, rest):
         """/stats                  figures of the last answer, and how full the context is"""
-        pen = self.view.out
-        last = self.last and figures(self.last, pen.columns(), pen.marks)
-        self.say(last or "nothing was asked yet")
+        self.say(self.figures)
         size, window = self.conversation.size(), self.conversation.find_window()
         limit = NO_WINDOW
         if window:
@@ -4634,17 +4630,11 @@ class Repl:
         """/tools [NAME|all|none]  list the tools, switch one or all"""
         box = self.conversation.toolbox
         tools = box.known()
-        for name in rest.replace(",", " ").split():
-            if name == "all":
-                box.names = list(tools)
-            elif name == "none":
-                box.names = []
-            elif name in box.names:
-                box.names.remove(name)
-            elif name in tools:
-                box.names.append(name)
-            else:
-                self.say(f"there is no tool called {name}")
+        names = set(rest.replace(",", " ").split())
+        for name in names.difference(tools, ["all", "none"]):
+            self.say(f"there is no tool called {name}")
+        switched = {"all": tools, "none": ()}.get(rest, names.symmetric_difference(box.names))
+        box.names = [name for name in tools if name in switched]
         for name, (what, _) in tools.items():
             mark = "x" if name in box.names else " "
             self.say(f"  [{mark}] {name}  {one_line(what, 70)}")
@@ -4695,7 +4685,6 @@ class Repl:
 
 
 def piped_line():
-    """The next line of standard input, without its end. Raises EOFError at the end."""
     line = sys.stdin.readline(MOST_TEXT + 1)
     if not line:
         raise EOFError
