@@ -4027,7 +4027,8 @@ VISIBLE.update({9: "\t", 10: "\n", 13: None, 127: "␡"})
 INVISIBLE = re.compile("[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 THINKING, NOTICE, ERROR = "2;3", "2", "31"  # SGR codes: dim italic, dim, red
 CHANGES = {"+": "32", "-": "31"}  # of a row in a change, by how it begins: green, red
-# what blocks begin with; the characters of a bar, for no token in a span up to the most
+# what blocks begin with; the characters of a bar, for no token in a span up to the most. The second
+# table is for terminals that cannot show UTF-8
 MARKS = {"thinking": "💭 ", "answer": "🤖 ", "tool": "🔧 ", "bar": " ▁▂▃▄▅▆▇█"}
 PLAIN_MARKS = {"thinking": "thinking: ", "answer": "answer: ", "tool": "tool: ", "bar": " _.-=+*%#"}
 
@@ -4209,7 +4210,7 @@ class Person:
         """Shows all of a call, as what is not seen is not permitted, and what it would change in a
         file.
         """
-        self.out.new_line()  # what is said before a call and after it are two things
+        self.out.new_line()  # the text before a call and after it are two things
         call, change = event["preview"]()
         call = INVISIBLE.sub(lambda char: f"<{ord(char.group()):04x}>", call.replace("\r", "␍"))
         self.note(self.side.marks["tool"] + call.replace("\n", "\n   │ "))
@@ -4235,6 +4236,7 @@ class Person:
             if not line:  # Ctrl-D
                 return "n"
             self.side.in_line = False
+            self.since = time.monotonic()  # from here on the tool is waited for
             answer = line.decode(errors="replace").strip().lower()
             if answer in ("y", "yes", "n", "no", "a", "always"):
                 return answer[0]
@@ -4411,7 +4413,7 @@ class Repl:
         self.readline = None
         if self.terminal and view.out.terminal:
             self.open_readline()
-        self.figures = "nothing was asked yet"  # those of the last turn
+        self.last_figures = "nothing was asked yet"
         self.code = 0  # exit code of the last turn that failed
         self.reading = False  # whether a line is being typed
         # whether what waits was typed during the answer: lines of their own, no paste
@@ -4498,11 +4500,11 @@ class Repl:
         turn = self.conversation.ask(text, keep)
         self.code = run_turn(self.conversation, turn, self.view) or self.code
         pen = self.view.out
-        self.figures = figures(self.conversation.done(), pen.columns(), pen.marks)
+        self.last_figures = figures(self.conversation.done(), pen.columns(), pen.marks)
 
     def read_question(self):
         """One question: a line; lines joined by a trailing backslash; a block between triple
-        quotes; a paste.
+        quotes; a paste. A command is always a line.
         """
         text = self.read_line("> ")
         block = text.lstrip().startswith('"""')
@@ -4518,7 +4520,7 @@ class Repl:
                     break
                 text += "\n" + self.read_line(prompt)
         except EOFError:
-            pass  # what was said until here is the question
+            pass  # what was typed until here is the question
         if block:
             text = text.replace('"""', "", 2)
         return text.strip("\n")
@@ -4619,7 +4621,7 @@ class Repl:
 
     def do_stats(self, rest):
         """/stats                  figures of the last answer, and how full the context is"""
-        self.say(self.figures)
+        self.say(self.last_figures)
         size, window = self.conversation.size(), self.conversation.find_window()
         limit = NO_WINDOW
         if window:
@@ -4685,6 +4687,7 @@ class Repl:
 
 
 def piped_line():
+    """The next line of standard input. Raises EOFError at its end."""
     line = sys.stdin.readline(MOST_TEXT + 1)
     if not line:
         raise EOFError
@@ -4820,9 +4823,11 @@ def recorded_seconds(replies, thinking, answer):
         timings = reply.timings or {}
         prompt += as_int(timings.get("prompt_ms")) / 1000
         produced += as_int(timings.get("predicted_ms")) / 1000
-    thinking_seconds = produced * thinking / max(1, thinking + answer)
-    return {"first_token": rounded(prompt or None), "thinking": rounded(thinking_seconds),
-            "answer": rounded(produced - thinking_seconds), "total": rounded(prompt + produced or None)}
+    thought = produced * thinking / max(1, thinking + answer)
+    return {
+        "first_token": rounded(prompt or None), "thinking": rounded(thought),
+        "answer": rounded(produced - thought), "total": rounded(prompt + produced or None),
+    }
 
 
 # ==================================================================================================
