@@ -4027,6 +4027,7 @@ VISIBLE.update({9: "\t", 10: "\n", 13: None, 127: "␡"})
 INVISIBLE = re.compile("[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 THINKING, NOTICE, ERROR = "2;3", "2", "31"  # SGR codes: dim italic, dim, red
 CHANGES = {"+": "32", "-": "31"}  # of a row in a change, by how it begins: green, red
+WIPE = "\r\x1b[K"  # clears a terminal's line
 # what blocks begin with; the characters of a bar, for no token in a span up to the most. The second
 # table is for terminals that cannot show UTF-8
 MARKS = {"thinking": "💭 ", "answer": "🤖 ", "tool": "🔧 ", "bar": " ▁▂▃▄▅▆▇█"}
@@ -4107,7 +4108,6 @@ class Person:
         # ends before other text
         one_file = os.path.sameopenfile(out.stream.fileno(), side.stream.fileno())
         self.shared = out.terminal or one_file
-        self.status = ""  # what stands in the status line
         self.ran = 0  # tool calls of this turn that ended well
         self.begin()
 
@@ -4115,7 +4115,8 @@ class Person:
         """Forgets what was shown and waited for until now."""
         self.block = ""  # "thinking" or "answer": what stands on the screen and may go on
         self.newlines = ""  # the end of its text so far, which is shown when more follows
-        self.doing = "waiting for the model"  # for the status line
+        self.has_status = False  # whether a status line stands on the screen
+        self.doing = "waiting for the model"  # what it says
         self.since = time.monotonic()
         self.hidden = 0  # tokens of thinking
 
@@ -4153,7 +4154,8 @@ class Person:
 
     def close(self):
         """Ends what stands on the screen, so that the next thing begins a line."""
-        self.wipe()
+        if self.has_status:
+            self.side.pending.append(WIPE)
         self.begin()
         if self.shared:
             self.out.new_line()
@@ -4172,20 +4174,16 @@ class Person:
             return
         if "summing_up" in event:
             self.doing = f"summing up, {event['summing_up']:,} tokens"
-        self.wipe()
-        self.status = f"{self.doing} · {waited:.0f} s"[:self.side.columns() - 1]
-        self.side.write(self.status, NOTICE)
+        status = f"{self.doing} · {waited:.0f} s"
+        self.side.pending.append(WIPE)
+        self.side.write(status[:self.side.columns() - 1], NOTICE)
+        self.has_status = True
         self.side.in_line = False  # it is wiped, not ended
         self.side.flush()
 
     def on_progress(self, event):
         if event["total"] > 0:
             self.doing = f"reading the prompt {event['processed'] * 100 // event['total']} %"
-
-    def wipe(self):
-        if self.status:
-            self.side.pending.append("\r\x1b[K")
-            self.status = ""
 
     def note(self, text, style="", mark=""):
         """Shows text beside the answer, in lines of its own that begin with `mark`."""
@@ -4391,7 +4389,7 @@ def run_turn(conversation, turn, view):
 # /NAME and what stands behind it; a question that looks so may begin with a space
 COMMAND = re.compile(r"/([a-z?]+)(?:[ \t](.*))?$", re.I)
 ALIASES = {"?": "help", "exit": "bye", "quit": "bye"}
-THINK_STATES = {"on": True, "off": False, "auto": None}
+THINKING_STATES = {True: "on", False: "off", None: "auto"}
 NO_SWITCH = ("how this server is told to think or not is not known: "
              "-p NAME says which server it is, -o passes a field of its own")
 NO_RAW_TOOLS = "raw prompts take no tools, so the model will not hear of them"
@@ -4474,9 +4472,7 @@ class Repl:
         conversation = self.conversation
         answer = probe(conversation.backend)
         conversation.window = conversation.window or answer["window"]
-        advice = [unknown_model(conversation.backend, answer["models"])]
-        if answer["fault"]:
-            advice = [answer["fault"].message]
+        advice = [answer["fault"] or unknown_model(conversation.backend, answer["models"])]
         if answer["tools"] is False and conversation.toolbox.names:
             advice.append(NO_TOOLS)
         for line in filter(None, advice):
@@ -4599,12 +4595,12 @@ class Repl:
     def do_think(self, rest):
         """/think [on|off|auto]    ask the server to think or not"""
         conversation = self.conversation
-        if rest in THINK_STATES:
-            conversation.think = THINK_STATES[rest]
+        for state, word in THINKING_STATES.items():
+            if word == rest:
+                conversation.think = state
         if not can_switch_thinking(conversation):
             self.say(NO_SWITCH)
-        states = {value: state for state, value in THINK_STATES.items()}
-        self.say(f"thinking: {states[conversation.think]} (/think on, off or auto)")
+        self.say(f"thinking: {THINKING_STATES[conversation.think]} (/think on, off or auto)")
 
     def do_show(self, rest):
         """/show [on|off]          show or hide the thinking"""
