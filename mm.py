@@ -4006,12 +4006,12 @@ def as_markdown(history, system):
 #
 # Two views of the same events. All that other sections use of a view is this:
 #
-#   show(event)        shows one of the EVENTS, or mm's own "waiting", after which all is flushed
-#   note(text)         shows what a command of the REPL says
-#   permit(name)       asks a person whether a tool may run; only a Person can
-#   flush(), close()   write what is pending; end what stands on the screen
-#   out, side, pens    the Pen of the answer, that of all else (a Person's), and both
-#   hide, quiet, stats whether the thinking is not shown, nor notices; whether figures are
+#   show(event)         shows one of the EVENTS, or mm's own "waiting", after which all is flushed
+#   note(text)          shows what a command of the REPL says
+#   permit(name)        asks a person whether a tool may run; only a Person can
+#   flush(), close()    write what is pending; end what stands on the screen
+#   out, side, pens     the Pen of the answer, that of all else (a Person's), and both
+#   hide, quiet, stats  options: no thinking; no notices and status line; figures after a turn
 #
 # On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and as single
 # characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text
@@ -4558,8 +4558,9 @@ class Repl:
         name = name.lower()
         method = getattr(self, "do_" + ALIASES.get(name, name), None)
         if not method:
-            return self.say(f"there is no command /{name}: /help lists them "
-                            "(a question may begin with a space)")
+            self.say(f"there is no command /{name}: /help lists them "
+                     "(a question may begin with a space)")
+            return
         try:
             method(rest.strip())
         except MMError as error:
