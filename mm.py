@@ -3901,14 +3901,12 @@ def as_markdown(history, system):
 #
 # Two views of the same events. All that other sections use of a view is this:
 #
-#   show(event)      shows one of the EVENTS, or mm's own "waiting", after which all is flushed
-#   begin()          forgets the turn before
-#   note(text)       shows what a command of the REPL says
-#   figures(done)    the figures of a turn, as text
-#   permit(name)     asks a person whether a tool may run; only a Person can
-#   flush(), close() write what is pending; end what stands on the screen
-#   out, side, pens  the Pen of the answer, that of all else (a Person's), and both
-#   hide             whether the thinking is not shown
+#   show(event)         shows one of the EVENTS, or mm's own "waiting", after which all is flushed
+#   note(text)          shows what a command of the REPL says
+#   permit(name)        asks a person whether a tool may run; only a Person can
+#   flush(), close()    write what is pending; end what stands on the screen
+#   out, side, pens     the Pen of the answer, that of all else (a Person's), and both
+#   hide, quiet, stats  options: no thinking; no notices and status line; figures after a turn
 #
 # On a terminal, text of a model, a tool or a server is data: nothing in it is obeyed, and as single
 # characters are replaced, a sequence split over two deltas is not obeyed either. Pipes get the text
@@ -3916,57 +3914,55 @@ def as_markdown(history, system):
 # terminal as it was.
 # ==================================================================================================
 
-# ESC becomes ␛
-VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"}
-VISIBLE.update({13: None, 127: "␡", **{code: f"<{code:02x}>" for code in range(0x80, 0xA0)}})
+# what a terminal is shown for a character that it would obey: ␛ for ESC
+VISIBLE = {code: chr(0x2400 + code) for code in range(32)}
+VISIBLE.update(dict.fromkeys(range(0x80, 0xA0), "\ufffd"))
+VISIBLE.update({9: "\t", 10: "\n", 13: None, 127: "␡"})
+# characters that hide text or turn it round
+INVISIBLE = re.compile("[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 THINKING, NOTICE, ERROR = "2;3", "2", "31"  # SGR codes: dim italic, dim, red
-# marks that hide or turn text round
-UNSEEN = re.compile("[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-MOST_ROWS = 40  # of a change that is shown before it is made
+CHANGES = {"+": "32", "-": "31"}  # of a row in a change, by how it begins: green, red
+WIPE = "\r\x1b[K"  # clears a terminal's line
+# what blocks begin with; the characters of a bar, for no token in a span up to the most. The second
+# table is for terminals that cannot show UTF-8
+MARKS = {"thinking": "💭 ", "answer": "🤖 ", "tool": "🔧 ", "bar": " ▁▂▃▄▅▆▇█"}
+PLAIN_MARKS = {"thinking": "thinking: ", "answer": "answer: ", "tool": "tool: ", "bar": " _.-=+*%#"}
 
 
 class Pen:
-    """An output stream: what it can show, and whether its line is begun. Never raises for a
-    character or, if `aside`, at all.
+    """An output stream: what it can show, and whether text stands in its line already.
+
+    aside: what cannot be written is dropped; else flush() raises OSError.
     """
 
     def __init__(self, stream, aside=False):
         self.stream, self.aside = stream, aside
         self.terminal = stream.isatty()
-        dumb = os.environ.get("TERM", "") == "dumb"
-        self.moves = self.terminal and not dumb
+        self.moves = self.terminal and os.environ.get("TERM") != "dumb"
         self.styled = self.moves and not os.environ.get("NO_COLOR")
-        self.line = {"begun": False}  # shared by two pens on one screen
-        self.pending, self.busy = [], 0.0  # busy: since when it is in a write, which can block
-
-    def can_show(self, text):
-        try:
-            text.encode(self.stream.encoding or "ascii")
-            return True
-        except (UnicodeEncodeError, LookupError):
-            return False
+        self.utf8 = "utf" in str(stream.encoding).lower()
+        self.marks = MARKS if self.utf8 else PLAIN_MARKS
+        self.pending, self.in_line = [], False
+        self.busy = 0.0  # since when it is in a write, which can block
 
     def write(self, text, style=""):
         if not text:
             return
         if self.terminal:
             text = text.translate(VISIBLE)
-        self.line["begun"] = not text.endswith("\n")
+        self.in_line = not text.endswith("\n")
         self.pending.append(f"\x1b[{style}m{text}\x1b[0m" if style and self.styled else text)
         if len(self.pending) > 500:  # a stream so fast that there is never a pause
             self.flush()
 
-    def control(self, sequence):
-        self.pending.append(sequence)
-
     def columns(self):
-        try:
-            return os.get_terminal_size(self.stream.fileno()).columns or 80
-        except (OSError, ValueError):
-            return 80
+        """How wide the terminal is; 0 where there is none."""
+        if not self.terminal:
+            return 0
+        return os.get_terminal_size(self.stream.fileno()).columns or 80
 
     def new_line(self):
-        if self.line["begun"]:
+        if self.in_line:
             self.write("\n")
 
     def say(self, text):
@@ -3984,46 +3980,40 @@ class Pen:
         text, self.pending = "".join(self.pending), []
         try:
             self.busy = time.monotonic()
-            if text:
-                self.stream.write(text)
-                self.stream.flush()
-        except (OSError, ValueError):
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
             if not self.aside:
                 raise
         finally:
             self.busy = 0.0
 
 
-def is_same_file(first, second):
-    """Whether two streams end in one pipe or file (2>&1)."""
-    try:
-        return os.path.sameopenfile(first.fileno(), second.fileno())
-    except (OSError, ValueError):
-        return False
-
-
 class Person:
     """Shows a turn to a person: thinking, then the answer; a status line while nothing has come
     yet.
 
-    out gets the answer, side the rest; in the REPL they are one Pen. hide: do not show the
-    thinking; quiet: no notices.
+    out gets the answer, side the rest; in the REPL they are one Pen.
     """
 
-    def __init__(self, out, side, hide=False, quiet=False, stats=False):
-        self.out, self.side, self.hide, self.quiet, self.stats = out, side, hide, quiet, stats
-        self.pens = [out, side]
-        self.one_place = (out.terminal and side.terminal) or is_same_file(out.stream, side.stream)
-        if self.one_place:
-            side.line = out.line
-        self.marks = ("💭 ", "🤖 ") if side.can_show("💭") else ("thinking: ", "answer: ")
-        self.tool_mark = "🔧 " if side.can_show("🔧") else "tool: "
-        self.status_shown = False
+    def __init__(self, out, side):
+        self.out, self.side, self.pens = out, side, [out, side]
+        self.hide = self.quiet = self.stats = False
+        # in a pipe of its own, the answer stays as it is; in one with stderr (2>&1) its last line
+        # ends before other text
+        one_file = os.path.sameopenfile(out.stream.fileno(), side.stream.fileno())
+        self.shared = out.terminal or one_file
+        self.ran = 0  # tool calls of this turn that ended well
         self.begin()
 
     def begin(self):
-        self.block, self.newlines, self.progress, self.since, self.hidden = "", "", None, time.monotonic(), 0
-        self.ran = 0
+        """Forgets what was shown and waited for until now."""
+        self.block = ""  # "thinking" or "answer": what stands on the screen and may go on
+        self.newlines = ""  # the end of its text so far, which is shown when more follows
+        self.has_status = False  # whether a status line stands on the screen
+        self.doing = "waiting for the model"  # what it says
+        self.since = time.monotonic()
+        self.hidden = 0  # tokens of thinking
 
     def show(self, event):
         getattr(self, "on_" + event["type"])(event)
@@ -4031,6 +4021,7 @@ class Person:
     def on_reasoning(self, event):
         if self.hide:
             self.hidden += 1
+            self.doing = f"thinking, {self.hidden:,} tokens"
         else:
             self.flow("thinking", self.side, event["text"], THINKING)
 
@@ -4043,186 +4034,140 @@ class Person:
         """
         if self.block != block:
             if pen.terminal:
-                text = text.lstrip() if block == "thinking" else text.lstrip("\n")
+                text = text.lstrip("\n")
             if not text:
                 return
-            self.open(block, pen)
+            self.close()
+            self.block = block
+            if pen.terminal:
+                pen.write(pen.marks[block])
         if pen.terminal:
-            whole = self.newlines + text
-            text = whole.rstrip("\n")
-            self.newlines = whole[len(text):]
+            complete = self.newlines + text
+            text = complete.rstrip("\n")
+            self.newlines = complete[len(text):]
         pen.write(text, style)
 
-    def open(self, block, pen):
-        self.close_block()
-        self.block = block
-        if pen.terminal:
-            pen.write(self.marks[block == "answer"])
-
-    def close_block(self):
-        """Ends what stands on the screen, so that the next thing begins a line. A pipe's answer
-        stays as it is.
-        """
-        self.wipe()
-        self.newlines = ""
-        if self.block == "thinking" or self.block and self.out.terminal:
-            (self.side if self.block == "thinking" else self.out).new_line()
-        self.block = ""
-        if self.side.terminal or self.one_place:
-            self.side.new_line()
+    def close(self):
+        """Ends what stands on the screen, so that the next thing begins a line."""
+        if self.has_status:
+            self.side.pending.append(WIPE)
+        self.begin()
+        if self.shared:
+            self.out.new_line()
+        self.side.new_line()
         self.flush()
 
-    close = close_block
-
     def flush(self):
-        self.out.flush()
-        if self.side is not self.out:
-            self.side.flush()
+        for pen in self.pens:
+            pen.flush()
 
     def on_waiting(self, event):
         self.flush()
-        if self.block or self.quiet or not self.side.moves:
-            return
         waited = time.monotonic() - self.since
-
-        if "tool" in event:
-            if event["seconds"] >= 1:
-                self.status(f"running · {event['seconds']:.0f} s · Ctrl-C ends it")
-        elif "summing_up" in event:
-            self.status(f"summing up · {waited:.0f} s · {event['summing_up']:,} tokens")
-
-        elif self.hidden:
-            self.status(f"thinking · {waited:.0f} s · {self.hidden:,} tokens")
-        elif self.progress is not None:
-            self.status(f"reading the prompt {self.progress} %")
-        elif waited >= 1:
-            self.status(f"waiting for the model · {waited:.0f} s")
+        # the first second needs no status line
+        if self.block or self.quiet or not self.side.moves or waited < 1:
+            return
+        if "summing_up" in event:
+            self.doing = f"summing up, {event['summing_up']:,} tokens"
+        status = f"{self.doing} · {waited:.0f} s"
+        self.side.pending.append(WIPE)
+        self.side.write(status[:self.side.columns() - 1], NOTICE)
+        self.has_status = True
+        self.side.in_line = False  # it is wiped, not ended
+        self.side.flush()
 
     def on_progress(self, event):
-        if event["total"] > 0 and not self.block:
-            self.progress = min(100, max(0, event["processed"] * 100 // event["total"]))
+        if event["total"] > 0:
+            self.doing = f"reading the prompt {event['processed'] * 100 // event['total']} %"
 
-    def status(self, text):
-        text = text[:self.side.columns() - 1]
-        self.side.control(
-            f"\r\x1b[K\x1b[2m{text}\x1b[0m" if self.side.styled else f"\r\x1b[K{text}"
-        )
-        self.status_shown = True
-        self.side.flush()
-
-    def wipe(self):
-        if self.status_shown:
-            self.side.control("\r\x1b[K")
-            self.side.flush()
-            self.status_shown = False
-
-    def say(self, text, style):
-        self.close_block()
+    def note(self, text, style="", mark=""):
+        """Shows text beside the answer, in lines of its own that begin with `mark`."""
+        self.close()
         for line in text.split("\n"):
-            self.side.write(f"mm: {line}\n", style)
-        self.side.flush()
-
-    def note(self, text):
-        """What a command of the REPL says."""
-        self.close_block()
-        self.side.write(text + "\n")
+            self.side.write(f"{mark}{line}\n", style)
         self.flush()
 
     def on_notice(self, event):
         # a notice that explains the exit status is no chatter
         if not self.quiet or "kind" in event:
-            self.say(event["message"], NOTICE)
+            self.note(event["message"], NOTICE, "mm: ")
 
     def on_retry(self, event):
-        if not self.quiet:
-            self.say(f"{event['reason']}; asking again", NOTICE)
-        self.close_block()
+        self.close()
+        self.on_notice({"message": f"{event['reason']}; asking again"})
 
     def on_error(self, event):
-        self.say(event["message"], ERROR)
+        self.note(event["message"], ERROR, "mm: ")
 
     def on_tool_call(self, event):
-        """What the call will do, in one line, and what it would change in a file."""
-        if not self.out.terminal:
-            self.out.new_line()  # what is said before a call and after it are two things
-        self.close_block()
-        plain = f"{event['name']} {json.dumps(event['arguments'], ensure_ascii=False)}", []
-        # a recorded stream has none
-        line, change = event["preview"]() if "preview" in event else plain
-        line = UNSEEN.sub(lambda char: f"<{ord(char.group()):04x}>", line.replace("\r", "␍"))
-        # all of it: what is not seen is not permitted
-        self.side.write(self.tool_mark + line.replace("\n", "\n   │ ") + "\n")
-        for row in change[:MOST_ROWS]:
-            self.side.write(f"  {row[:300]}\n", {"+": "32", "-": "31"}.get(row[:1], NOTICE))
-        if len(change) > MOST_ROWS:
-            self.side.write(f"  … {len(change) - MOST_ROWS} more lines\n", NOTICE)
-        self.flush()
+        """Shows all of a call, as what is not seen is not permitted, and what it would change in a
+        file.
+        """
+        self.out.new_line()  # the text before a call and after it are two things
+        call, change = event["preview"]()
+        call = INVISIBLE.sub(lambda char: f"<{ord(char.group()):04x}>", call.replace("\r", "␍"))
+        self.note(self.side.marks["tool"] + call.replace("\n", "\n   │ "))
+        for row in ends_of(change, 40):
+            self.note(f"  {row[:300]}", CHANGES.get(row[:1], NOTICE))
+        self.doing = "running, Ctrl-C ends it"
 
     def on_tool_result(self, event):
-        self.close_block()
-        rows = event["output"].rstrip("\n").split("\n")
-        shown = rows if len(rows) <= 6 else [*rows[:3], f"… {len(rows) - 5} lines …", *rows[-2:]]
-        for row in shown:
-            self.side.write(f"  {row[:200]}\n", NOTICE if event["ok"] else ERROR)
+        for row in ends_of(event["output"].rstrip("\n").split("\n"), 6):
+            self.note(f"  {row[:300]}", NOTICE if event["ok"] else ERROR)
         self.ran += event["ok"]
-        self.progress, self.since, self.hidden = None, time.monotonic(), 0
 
     def permit(self, name):
         """Asks a person whether a call may be made, which on_tool_call() has shown; -> "y", "n" or
         "a".
         """
         import termios
-        self.close_block()
         # what was typed before the question is no answer to it
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
         while True:
             self.side.say("  run this? y / n / a (always, this tool) ")
             line = os.read(sys.stdin.fileno(), 4096)  # of the terminal, which gives whole lines
-            self.side.line["begun"] = not line.endswith(b"\n")
-            answer = line.decode("utf-8", "replace").strip().lower() if line else "no"
+            if not line:  # Ctrl-D
+                return "n"
+            self.side.in_line = False
+            self.since = time.monotonic()  # from here on the tool is waited for
+            answer = line.decode(errors="replace").strip().lower()
             if answer in ("y", "yes", "n", "no", "a", "always"):
-                return answer[:1]
+                return answer[0]
 
     def on_done(self, event):
-        if not self.out.terminal:
-            self.out.new_line()
-        self.close_block()
+        self.out.new_line()
+        self.close()
         if self.ran and self.out is self.side:
-            self.side.write(f"{self.ran} tool call{'s' * (self.ran != 1)} in this turn\n", NOTICE)
+            self.note(f"{self.ran} tool call{'s' * (self.ran > 1)} in this turn", NOTICE)
         if self.stats:
-            self.side.write(self.figures(event) + "\n", NOTICE)
-        self.flush()
-        self.begin()
+            self.note(figures(event, self.side.columns(), self.side.marks), NOTICE)
+        self.ran = 0
 
-    def figures(self, done):
-        blocks = "▁▂▃▄▅▆▇█" if self.side.can_show("▁") else "_.-=+*%#"
-        return figures(
-            done, self.side.columns() - 1 if self.side.terminal else 0, self.marks, blocks
-        )
+
+def ends_of(rows, most):
+    """`rows`; of more than `most`, the first and the last with a row between that counts the rest.
+    """
+    if len(rows) <= most:
+        return rows
+    return [*rows[:most - 3], f"… {len(rows) - most + 1} lines …", *rows[-2:]]
 
 
 class Ndjson:
     """Writes each event as one line of JSON."""
 
-    def __init__(self, out, hide=False):
-        self.out, self.hide, self.pens = out, hide, [out]
-        self.ascii = "utf" not in (out.stream.encoding or "").lower()
+    def __init__(self, out):
+        self.out, self.pens, self.hide = out, [out], False
 
     def show(self, event):
-        if event["type"] in EVENTS and not (self.hide and event["type"] == "reasoning"):
-            row = {key: event[key] for key in ("type", *EVENTS[event["type"]]) if key in event}
-            self.out.pending.append(json.dumps(row, ensure_ascii=self.ascii) + "\n")
-        if event["type"] not in ("reasoning", "answer"):
+        kind = event["type"]
+        if kind in EVENTS and not (self.hide and kind == "reasoning"):
+            row = {key: event[key] for key in ("type", *EVENTS[kind]) if key in event}
+            self.out.pending.append(json.dumps(row, ensure_ascii=not self.out.utf8) + "\n")
+        if kind not in ("reasoning", "answer"):
             self.flush()
 
     def note(self, text):
         self.show(notice(text))
-
-    def figures(self, done):
-        return figures(done)
-
-    def begin(self):
-        """A new turn: nothing to forget."""
 
     def flush(self):
         self.out.flush()
@@ -4232,74 +4177,67 @@ class Ndjson:
 
 # -- figures (--stats)
 
-def figures(done, columns=0, marks=("💭 ", "🤖 "), blocks="▁▂▃▄▅▆▇█"):
-    """A turn's figures in two lines: thinking and answer; the prompt, and the whole turn.
+def figures(done, columns=0, marks=MARKS):
+    """A turn's figures: of thinking and answer; of the prompt and the whole turn.
 
-    Each has its tokens over time as a bar. columns: of the terminal, 0 for none; marks: of thinking
-    and answer; blocks: the characters of a bar, from few tokens to many.
+    They are two lines on a terminal of so many `columns`, one elsewhere. Each has its tokens over
+    time as a bar. The bars share one scale of time, and take about a third of the columns together.
     """
-    usage, timings, seconds = done["usage"] or {}, done["timings"] or {}, done["seconds"]
-    counted = done["timeline"].rows
-    answer = dict(counted["answer"])
-    for tenth, tokens in counted["call"].items():
-        answer[tenth] = answer.get(tenth, 0) + tokens
-    rows = [counted["reasoning"], answer, counted["prompt"]]
-    tenths = sum(max(row) - min(row) + 1 for row in rows if row)
-    cells = min(48, columns // 3 or 48)  # characters that all bars take together
-    thinking_bins, answer_bins, prompt_bins = (binned(row, -(-tenths // cells)) for row in rows)
-    most = max([1, *thinking_bins, *answer_bins])  # one scale for both
-    first = []
-    for mark, key, tokens, bins in ((marks[0], "thinking", done["tokens"][0], thinking_bins),
-                                    (marks[1], "answer", done["tokens"][1], answer_bins)):
-        if not tokens:
-            continue
-        spent = seconds[key] or 0
-        parts = [f"{spent:.1f} s"] if spent else []
-        parts.append(f"{tokens:,} tok")
+    seconds, rows = done["seconds"], done["timeline"].rows
+    last = max((tenth for row in rows.values() for tenth in row), default=0)
+    cells = min(48, columns // 3 or 48)
+    thinking = binned(cells, last, rows["reasoning"])
+    answer = binned(cells, last, rows["answer"], rows["call"])
+    both, first, second = thinking + answer, [], []
+    for kind, tokens, bins in zip(("thinking", "answer"), done["tokens"], (thinking, answer)):
+        text, spent = f"{tokens:,} tok", seconds[kind]
         if spent > 0.05:
-            parts.append(f"{tokens / spent:,.0f} tok/s")
-        first.append(f"{mark}{' · '.join(parts)} {bar(bins, most, blocks)}".rstrip())
-    second = []
-    prompt, cached, _, _ = counted_tokens(usage, timings)
+            text = f"{spent:.1f} s · {text} · {tokens / spent:,.0f} tok/s"
+        if tokens:
+            first.append(marks[kind] + text + bar(bins, both, marks["bar"]))
+    prompt, cached, _, _ = counted_tokens(done["usage"], done["timings"])
     if prompt:
         from_cache = f", {cached:,} from cache" if cached else ""
-        shown = bar(prompt_bins, max([1, *prompt_bins]), blocks)
-        second.append(f"prompt {prompt:,} tok{from_cache} {shown}".rstrip())
-    if seconds["first_token"] is not None:
+        bins = binned(cells, last, rows["prompt"])
+        second.append(f"prompt {prompt:,} tok{from_cache}" + bar(bins, bins, marks["bar"]))
+    if seconds["first_token"]:
         second.append(f"first token after {seconds['first_token']:.1f} s")
-    if seconds["total"] is not None:
+    if seconds["total"]:
         second.append(f"{seconds['total']:.1f} s in all")
-    glue = "\n" if columns else " · "  # in a file, a turn is a line
-    return glue.join(filter(None, (" ".join(first), " · ".join(second))))
+    lines = [" ".join(first), " · ".join(second)]
+    return ("\n" if columns else " · ").join(filter(None, lines))
 
 
-def binned(row, tenths):
-    """The tokens of a row of the Timeline, from its first to its last, in spans of so many tenths.
+def binned(cells, last, *rows):
+    """Rows of a Timeline as one: the tokens in spans of equal time, at most `cells` of them from
+    the first tenth of a second to the last.
     """
-    if not row:
-        return []
-    first = min(row)
-    bins = [0] * ((max(row) - first) // tenths + 1)
-    for tenth, tokens in row.items():
-        bins[(tenth - first) // tenths] += tokens
+    width = last // cells + 1
+    bins = [0] * (last // width + 1)
+    for row in rows:
+        for tenth, tokens in row.items():
+            bins[tenth // width] += tokens
     return bins
 
 
-def bar(bins, most, blocks):
-    """A character for each span, `most` tokens the highest; "" where all came at once."""
-    if len(bins) < 2:
-        return ""
-    heights = (math.ceil(tokens * len(blocks) / most) for tokens in bins)
-    return "".join(blocks[max(0, height - 1)] for height in heights)
+def bar(bins, scale, blocks):
+    """A character for each span from the first with tokens to the last, the highest for the most
+    in `scale`; "" where all came at once.
+    """
+    most = max([1, *scale])
+    text = "".join(blocks[math.ceil(tokens * 8 / most)] for tokens in bins).strip()
+    return f" {text}" if len(text) > 1 else ""
 
 
 # -- a turn, shown; Ctrl-C in it
 
+# of an error, by its kind; 1 for any other, and for a notice that there is no answer
+EXIT_CODES = {"config": 2, "cancelled": 130}
+
+
 def exit_code(event, before):
     """What an event makes of the exit code so far."""
-    if event["type"] == "error":
-        return 130 if event["kind"] == "cancelled" else 2 if event["kind"] == "config" else 1
-    return 1 if event["type"] == "notice" and event.get("kind") == "empty" else before
+    return EXIT_CODES.get(event["kind"], 1) if "kind" in event else before
 
 
 def run_turn(conversation, turn, view):
@@ -4317,6 +4255,8 @@ def run_turn(conversation, turn, view):
             given_up = True
             # nothing here may catch it: a handler can itself be interrupted by the next one
             raise KeyboardInterrupt
+
+    view.close()
     before = on_signal(signal.SIGINT, on_interrupt)
     try:
         for event in turn:
@@ -4325,8 +4265,8 @@ def run_turn(conversation, turn, view):
     except KeyboardInterrupt:
         turn.close()
         code = 130
-        for event in ({"type": "error", "kind": "cancelled", "message": "stopped"}, conversation.done()):
-            view.show(event)
+        view.show({"type": "error", "kind": "cancelled", "message": "stopped"})
+        view.show(conversation.done())
     finally:
         on_signal(signal.SIGINT, before)
     return code
@@ -4341,53 +4281,59 @@ def run_turn(conversation, turn, view):
 # what was cut where it cannot.
 # ==================================================================================================
 
-KERNEL_LINE = 4095
-NO_SWITCH = "how this server is told to think or not is not known: -p NAME says which server it is, -o passes a field of its own"
+# /NAME and what stands behind it; a question that looks so may begin with a space
+COMMAND = re.compile(r"/([a-z?]+)(?:[ \t](.*))?$", re.I)
+ALIASES = {"?": "help", "exit": "bye", "quit": "bye"}
+THINKING_STATES = {True: "on", False: "off", None: "auto"}
+NO_SWITCH = ("how this server is told to think or not is not known: "
+             "-p NAME says which server it is, -o passes a field of its own")
 NO_RAW_TOOLS = "raw prompts take no tools, so the model will not hear of them"
 NO_TOOLS = "the model's chat template takes no tools, so the model will not hear of them"
+NO_WINDOW = " tokens; the server does not say how many it holds (contextWindow in the config)"
 
 
 class Repl:
-    """A conversation at the terminal, or with the lines of a pipe as its questions."""
+    """A conversation at the terminal, or with the lines of a pipe as its questions.
 
-    def __init__(self, conversation, view, session, history_file):
-        self.conversation, self.view, self.session = conversation, view, session
-        self.terminal = sys.stdin is not None and sys.stdin.isatty()
-        self.readline = self.open_readline(history_file) if self.terminal and sys.stdout.isatty() else None
-        self.last = None  # the `done` of the last turn
+    The docstring of a method do_NAME is the line of its command in /help.
+    """
+
+    def __init__(self, conversation, view, history_file):
+        self.conversation, self.view, self.say = conversation, view, view.note
+        self.terminal = sys.stdin.isatty()
+        self.history_file = history_file
+        self.readline = None
+        if self.terminal and view.out.terminal:
+            self.open_readline()
+        self.last_figures = "nothing was asked yet"
         self.code = 0  # exit code of the last turn that failed
         self.reading = False  # whether a line is being typed
-        self.ended = False  # the input came to its end behind a line that is still to be answered
         # whether what waits was typed during the answer: lines of their own, no paste
-        self.ahead = False
+        self.typed_ahead = False
 
-    def open_readline(self, path):
+    def open_readline(self):
+        """Gives input() its line editor, and the lines that were typed in earlier conversations."""
         try:
             import readline
         except ImportError:
-            return None
-        can_paste = "off" if os.environ.get("TERM") == "dumb" else "on"  # it writes escape sequences
-        readline.parse_and_bind(f"set enable-bracketed-paste {can_paste}")
-        readline.set_history_length(1000)
-        self.history_file = path
+            return
+        paste = "on" if self.view.out.moves else "off"  # it writes escape sequences
+        readline.parse_and_bind(f"set enable-bracketed-paste {paste}")
+        readline.set_history_length(1000)  # of the file
         try:
-            if os.path.isfile(path):  # a pipe would wait for its other end
-                readline.read_history_file(path)
-            if readline.get_current_history_length() > 2000:
-                readline.write_history_file(path)  # the last 1,000
-        except (OSError, UnicodeError):
-            pass  # not readable: it is a convenience
-        self.old_lines = readline.get_current_history_length()
-        return readline
+            readline.read_history_file(self.history_file)
+        except OSError:
+            pass  # there is none yet, or none that can be read: it is a convenience
+        self.readline, self.old_lines = readline, readline.get_current_history_length()
 
     def save_lines(self):
+        """Appends what was typed, so that the lines of another conversation stay."""
         if not self.readline or not self.conversation.settings["save"]:
             return
+        typed = self.readline.get_current_history_length() - self.old_lines
         try:
             os.makedirs(os.path.dirname(self.history_file), mode=0o700, exist_ok=True)
-            # appended, so that another conversation's lines stay
-            os.close(os.open(self.history_file, os.O_WRONLY | os.O_CREAT, 0o600))
-            typed = self.readline.get_current_history_length() - self.old_lines
+            open(self.history_file, "a").close()
             os.chmod(self.history_file, 0o600)
             self.readline.append_history_file(typed, self.history_file)
         except OSError:
@@ -4398,113 +4344,100 @@ class Repl:
         on_signal(signal.SIGINT, self.on_interrupt)
         if question:
             self.ask(question)
-            self.ahead = False  # nobody was asked to type yet
         if self.terminal:
             backend = self.conversation.backend
-            self.say(
-                f"{backend.name} at {show_url(backend.url)}, {backend.model} · /help lists commands, Ctrl-D leaves"
-            )
-            self.advise(probe(backend))
+            server = f"{backend.name} at {show_url(backend.url)}, {backend.model}"
+            self.say(f"{server} · /help lists commands, Ctrl-D leaves")
+            self.advise()
         try:
-            while self.one_question():
-                pass
+            while True:
+                self.one_question()
+        except EOFError:  # Ctrl-D, the end of a pipe, /bye
+            if self.terminal:
+                self.say("")
         finally:
             self.save_lines()
         return 0 if self.terminal else self.code
 
-    def advise(self, told):
-        """What the server says of itself; nothing of it stops anything, as a server may be started
-        after mm.
+    def advise(self):
+        """Shows what the server says of itself. Nothing of that stops anything, as a server may be
+        started after mm.
         """
-        self.conversation.window = self.conversation.window or told["window"]
-        unknown = unknown_model(self.conversation.backend, told["models"])
-        if told["fault"]:
-            self.say(f"mm: {told['fault'].message}")
-        elif unknown:
-            self.say(f"mm: {unknown} (/models)")
-        elif told["tools"] is False and self.conversation.toolbox.names:
-            self.say(f"mm: {NO_TOOLS}")
+        conversation = self.conversation
+        answer = probe(conversation.backend)
+        conversation.window = conversation.window or answer["window"]
+        advice = [answer["fault"] or unknown_model(conversation.backend, answer["models"])]
+        if answer["tools"] is False and conversation.toolbox.names:
+            advice.append(NO_TOOLS)
+        for line in filter(None, advice):
+            self.say(f"mm: {line}")
 
     def one_question(self):
-        """Reads and answers one; -> whether to go on. Whatever Ctrl-C interrupts, it does not end
-        the conversation.
-        """
+        """Reads and answers one. Whatever Ctrl-C interrupts, it does not end the conversation."""
         try:
-            self.view.flush()
             text = self.read_question()
-            if self.is_command(text):
-                return self.command(*(text.rstrip().split(None, 1) + [""])[:2])
-            if text.strip():
-                self.ask(text.strip("\n"))
-        except EOFError:  # Ctrl-D, the end of a pipe, /bye
-            if self.terminal:
-                self.say("")
-            return False
-        except KeyboardInterrupt:
+            command = COMMAND.match(text)
+            if command:
+                self.command(*command.groups(""))
+            elif text.strip():
+                self.ask(text)
+                self.typed_ahead = self.more_is_waiting(0)
+        # SystemError: what readline makes of a dozen Ctrl-C at once (seen in CPython 3.11)
+        except (KeyboardInterrupt, SystemError):
             self.say("\n(Ctrl-D or /bye leaves)")
-        return True
 
     def ask(self, text, keep=None):
-        self.view.begin()
-        self.code = run_turn(self.conversation, self.conversation.ask(text, keep), self.view) or self.code
-        self.last = self.conversation.done()
-        self.ahead = True
-
-    @staticmethod
-    def is_command(text):
-        return re.match(r"/[A-Za-z?]+(\s[^\n]*)?$", text.rstrip()) is not None
+        turn = self.conversation.ask(text, keep)
+        self.code = run_turn(self.conversation, turn, self.view) or self.code
+        pen = self.view.out
+        self.last_figures = figures(self.conversation.done(), pen.columns(), pen.marks)
 
     def read_question(self):
         """One question: a line; lines joined by a trailing backslash; a block between triple
-        quotes; a paste.
+        quotes; a paste. A command is always a line.
         """
         text = self.read_line("> ")
         block = text.lstrip().startswith('"""')
-        text = text.lstrip()[3:] if block else text
         try:
-            while '"""' not in text if block else text.endswith("\\"):
-                text = (text if block else text[:-1]) + "\n" + self.read_line(". ")
+            while not COMMAND.match(text):
+                if not self.typed_ahead and self.more_is_waiting(0.02):
+                    prompt = ""
+                elif block and text.count('"""') < 2:
+                    prompt = ". "
+                elif text.endswith("\\"):
+                    text, prompt = text[:-1], ". "
+                else:
+                    break
+                text += "\n" + self.read_line(prompt)
         except EOFError:
-            pass  # what was said until here is the question
-        return text.replace('"""', "", 1).strip("\n") if block else text
+            pass  # what was typed until here is the question
+        if block:
+            text = text.replace('"""', "", 2)
+        return text.strip("\n")
+
+    def more_is_waiting(self, seconds):
+        """Whether the terminal holds another line already: a paste, where bracketed paste is not to
+        be had.
+        """
+        import select
+        return self.terminal and select.select([sys.stdin], [], [], seconds)[0]
 
     def read_line(self, prompt):
-        if sys.stdin is None or self.ended:
-            raise EOFError
-        self.ahead = self.ahead and self.terminal and self.more_is_waiting(0)
-        text = self.read_typed(prompt if self.terminal else "")
-        if self.terminal and not self.readline and len(text.encode(errors="replace")) >= KERNEL_LINE:
-            self.say(
-                f"the terminal may have cut this line at {KERNEL_LINE:,} bytes: use -f FILE or a pipe for long text"
-            )
-        while self.terminal and not self.ahead and not self.is_command(text) and self.more_is_waiting(0.02):
-            try:
-                text += "\n" + self.read_typed("")
-            except EOFError:
-                self.ended = True
-                break
-        return readable(text)
-
-    def read_typed(self, prompt):
         """A line without its end. Raises EOFError at the end of the input, KeyboardInterrupt at
         Ctrl-C.
         """
         self.reading = True
         try:
-            if self.terminal:
-                return input(prompt)
-            line = sys.stdin.readline(MOST_TEXT + 1)
-            if not line:
-                raise EOFError
-            if len(line) > MOST_TEXT:
-                raise MMError(
-                    "config", f"standard input has a line of more than {MOST_TEXT >> 20} MiB"
-                )
-            return line.rstrip("\n")
-        except SystemError:  # what readline makes of a dozen Ctrl-C at once (seen in CPython 3.11)
-            raise KeyboardInterrupt from None
+            return readable(self.typed_line(prompt) if self.terminal else piped_line())
         finally:
             self.reading = False
+
+    def typed_line(self, prompt):
+        line = input(prompt)
+        if not self.readline and len(os.fsencode(line)) >= 4095:
+            self.say("the terminal may have cut this line at 4,095 bytes: "
+                     "use -f FILE or a pipe for long text")
+        return line
 
     def on_interrupt(self, *_):
         """Ctrl-C outside a turn: it takes away what is being typed, once; a hasty second one,
@@ -4514,176 +4447,162 @@ class Repl:
             self.reading = False
             raise KeyboardInterrupt
 
-    @staticmethod
-    def more_is_waiting(seconds):
-        """Whether the terminal holds another line already: a paste, where bracketed paste is not to
-        be had.
-        """
-        import select
-        return bool(select.select([sys.stdin], [], [], seconds)[0])
-
-    def say(self, text):
-        self.view.note(text)
-
     def command(self, name, rest):
-        """Runs the command's method, do_NAME, whose docstring is its line in /help; -> whether to
-        go on.
-        """
-        name = name.lower().lstrip("/")
-        name = {"?": "help", "exit": "bye", "quit": "bye"}.get(name, name)
-        method = getattr(self, f"do_{name}", None)
-        if method is None:
-            self.say(
-                f"there is no command /{name}: /help lists them (a question may begin with a space)"
-            )
-            return True
+        """Runs the method of a command, do_NAME."""
+        name = name.lower()
+        method = getattr(self, "do_" + ALIASES.get(name, name), None)
+        if not method:
+            self.say(f"there is no command /{name}: /help lists them "
+                     "(a question may begin with a space)")
+            return
         try:
             method(rest.strip())
         except MMError as error:
             self.say(error.message)
-        return True
 
     def do_help(self, rest):
-        """this list"""
-        for name, method in vars(type(self)).items():
+        """/help                   this list"""
+        for name, method in vars(Repl).items():
             if name.startswith("do_"):
-                words, _, what = method.__doc__.rpartition("  ")
-                self.say(f"  {f'/{name[3:]} {words}':22}  {what}")
+                self.say(f"  {method.__doc__}")
         self.say('  A line ending in \\ goes on in the next; """ begins and ends a block. '
                  "Ctrl-C stops an answer.")
 
     def do_clear(self, rest):
-        """forget the conversation"""
+        """/clear                  forget the conversation"""
         self.conversation.clear()
         self.say("forgotten: the conversation begins anew")
 
     def do_model(self, rest):
-        """[NAME]  say or change the model"""
-        self.say(f"model: {rest or self.conversation.backend.model}")
+        """/model [NAME]           say or change the model"""
         if rest:
             self.conversation.use(model=rest)
-            self.advise(probe(self.conversation.backend))
+            self.advise()
+        self.say(f"model: {self.conversation.backend.model}")
 
     def do_models(self, rest):
-        """list the server's models"""
-        for name in list_models(self.conversation.backend):
-            self.say(("* " if same_model(name, self.conversation.backend.model) else "  ") + name)
+        """/models                 list the server's models"""
+        backend = self.conversation.backend
+        for name in list_models(backend):
+            mark = "*" if same_model(name, backend.model) else " "
+            self.say(f"{mark} {name}")
 
     def do_think(self, rest):
-        """[on|off|auto]  ask the server to think or not"""
-        if rest in ("on", "off", "auto"):
-            before = self.conversation.think
-            self.conversation.think = {"on": True, "off": False, "auto": None}[rest]
-            if not can_switch_thinking(self.conversation):
-                self.conversation.think = before
-                self.say(NO_SWITCH)
-        state = {True: "on", False: "off", None: "auto (as the server likes)"}[
-            self.conversation.think
-        ]
-        self.say(
-            f"thinking: {state}"
-            if rest in ("on", "off", "auto", "")
-            else "say /think on, off or auto"
-        )
+        """/think [on|off|auto]    ask the server to think or not"""
+        conversation = self.conversation
+        for state, word in THINKING_STATES.items():
+            if word == rest:
+                conversation.think = state
+        if not can_switch_thinking(conversation):
+            self.say(NO_SWITCH)
+        self.say(f"thinking: {THINKING_STATES[conversation.think]} (/think on, off or auto)")
 
     def do_show(self, rest):
-        """[on|off]  show or hide the thinking"""
+        """/show [on|off]          show or hide the thinking"""
         if rest in ("on", "off"):
             self.view.hide = rest == "off"
         state = "hidden" if self.view.hide else "shown"
-        self.say(f"the thinking is {state}" if rest in ("on", "off", "") else "say /show on or off")
+        self.say(f"the thinking is {state} (/show on or off)")
 
     def do_system(self, rest):
-        """[TEXT|-]  say, set or (-) drop the system prompt"""
+        """/system [TEXT|-]        say, set or (-) drop the system prompt"""
         if rest:
             self.conversation.use(system="" if rest == "-" else rest)
         self.say(f"system: {self.conversation.system or '(none)'}")
 
     def do_stats(self, rest):
-        """figures of the last answer, and how full the context is"""
-        self.say(self.view.figures(self.last) if self.last else "nothing was asked yet")
-        window, size = self.conversation.find_window(), self.conversation.size()
-        self.say(
-            f"context: about {size:,} of {window:,} tokens ({size * 100 // window} %)"
-            if window
-            else f"context: about {size:,} tokens; the server does not say how many it holds (contextWindow in the config)"
-        )
+        """/stats                  figures of the last answer, and how full the context is"""
+        self.say(self.last_figures)
+        size, window = self.conversation.size(), self.conversation.find_window()
+        limit = NO_WINDOW
+        if window:
+            limit = f" of {window:,} tokens ({size * 100 // window} %)"
+        self.say(f"context: about {size:,}{limit}")
 
     def do_tools(self, rest):
-        """[NAME|all|none]  list the tools, switch one or all"""
+        """/tools [NAME|all|none]  list the tools, switch one or all"""
         box = self.conversation.toolbox
-        known = list(box.tools)
-        for name in known if rest == "all" else [] if rest == "none" else rest.replace(",", " ").split():
-            if name not in known:
-                self.say(f"there is no tool called {name}")
-            elif name in box.names and rest != "all":
-                box.names.remove(name)
-            elif name not in box.names:
-                box.names.append(name)
-        if rest == "none":
-            box.names.clear()
-        for name, tool in box.tools.items():
-            what = one_line(tool["description"], 70)
-            self.say(f"  {'[x]' if name in box.names else '[ ]'} {name}  {what}")
+        tools = box.tools
+        names = set(rest.replace(",", " ").split())
+        for name in names.difference(tools, ["all", "none"]):
+            self.say(f"there is no tool called {name}")
+        switched = {"all": tools, "none": ()}.get(rest, names.symmetric_difference(box.names))
+        box.names = [name for name in tools if name in switched]
+        for name, tool in tools.items():
+            mark = "x" if name in box.names else " "
+            self.say(f"  [{mark}] {name}  {one_line(tool['description'], 70)}")
         if box.names and not self.conversation.protocol.applies_template:
             self.say(NO_RAW_TOOLS)
 
     def do_retry(self, rest):
-        """ask the last question again"""
+        """/retry                  ask the last question again"""
         if self.conversation.withdrawn:
             return self.ask(self.conversation.withdrawn)
-        places = [place for place, message in enumerate(self.conversation.history)
-                  if message["role"] == "user" and not message["content"].startswith(SUMMED_UP)]
-        if not places:
-            return self.say("nothing was asked yet")
         history = self.conversation.history
-        self.ask(history[places[-1]]["content"], history[:places[-1]])
+        for index in reversed(range(len(history))):
+            text = history[index]["content"]
+            if history[index]["role"] == "user" and not text.startswith(SUMMED_UP):
+                return self.ask(text, history[:index])
+        self.say("nothing was asked yet")
 
     def do_compact(self, rest):
-        """replace what was said by a summary"""
-        before = self.conversation.size()
-        self.conversation.begin()
-        if run_turn(self.conversation, self.conversation.guarded(self.conversation.compact(everything=True)), self.view):
-            return
-        self.say(f"context: about {before:,} tokens before, {self.conversation.size():,} now")
+        """/compact                replace what was said by a summary"""
+        conversation = self.conversation
+        before = conversation.size()
+        conversation.begin()
+        work = conversation.guarded(conversation.compact(everything=True))
+        if run_turn(conversation, work, self.view) == 0:
+            self.say(f"context: about {before:,} tokens before, {conversation.size():,} now")
 
     def do_sessions(self, rest):
-        """list the saved conversations"""
+        """/sessions               list the saved conversations"""
+        session = self.conversation.session
         for line in session_lines(20):
-            self.say(("* " if self.session and line.startswith(self.session.id) else "  ") + line)
+            mark = "*" if session and line.startswith(session.id) else " "
+            self.say(f"{mark} {line}")
         self.say("  mm -r ID goes on with one of them")
 
     def do_save(self, rest):
-        """FILE  write the conversation into a Markdown file"""
+        """/save FILE              write the conversation into a Markdown file"""
         if not rest:
             return self.say("say /save FILE")
+        text = as_markdown(self.conversation.history, self.conversation.system)
         try:
-            with open(os.path.expanduser(rest), "x", encoding="utf-8") as file:
-                file.write(
-                    as_markdown(cleaned(self.conversation.history), clean(self.conversation.system))
-                )
+            with open(os.path.expanduser(rest), "x", encoding="utf-8", errors="replace") as file:
+                file.write(text)
         except OSError as error:
             return self.say(f"{rest}: {error.strerror}")
         self.say(f"saved to {rest}")
 
     def do_bye(self, rest):
-        """leave (also /exit, /quit, Ctrl-D)"""
+        """/bye                    leave (also /exit, /quit, Ctrl-D)"""
         raise EOFError
+
+
+def piped_line():
+    """The next line of standard input. Raises EOFError at its end."""
+    line = sys.stdin.readline(MOST_TEXT + 1)
+    if not line:
+        raise EOFError
+    if len(line) > MOST_TEXT:
+        raise MMError("config", f"standard input has a line of more than {MOST_TEXT >> 20} MiB")
+    return line.rstrip("\n")
 
 
 def list_models(backend):
     """The server's model ids, in its own order of use. Raises MMError where it tells none."""
-    told = probe(backend)
-    if told["fault"]:
-        raise told["fault"]
-    return told["models"]
+    answer = probe(backend)
+    if answer["fault"]:
+        raise answer["fault"]
+    return answer["models"]
 
 
 def can_switch_thinking(conversation):
     """Whether what is wanted of the thinking changes the request, or how its answer is read
     (ThinkTags).
     """
-    return conversation.think is None or bool(conversation.backend.entry["thinking"] or conversation.protocol.tags(None))
+    entry = conversation.backend.entry
+    return conversation.think is None or entry["thinking"] or conversation.protocol.tags(None)
 
 
 # ==================================================================================================
@@ -4721,35 +4640,33 @@ def demo_stream(question):
     thoughts = DEMO_THOUGHTS.format(question=one_line(question, 200))
     for field, text in (("reasoning_content", thoughts), ("content", DEMO_ANSWER)):
         for word in re.findall(r"\s*\S+", text):
-            chunk = {"choices": [{"finish_reason": None, "index": 0, "delta": {field: word}}]}
-            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            chunk = {"choices": [{"index": 0, "delta": {field: word}}]}
+            yield f"data: {json.dumps(chunk)}\n\n".encode()
             time.sleep(PACE)
     yield DEMO_END
 
 
 def start_demo():
     """Starts the scripted server on a free loopback port; -> (Backend, [notices])."""
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from http.server import BaseHTTPRequestHandler, HTTPServer
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args):
             """Standard error is for what mm says."""
 
         def do_GET(self):
-            self.answer("application/json", [DEMO_MODELS])
+            self.answer([DEMO_MODELS])
 
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            question = request["messages"][-1]["content"]
-            self.answer("text/event-stream", demo_stream(question))
+            self.answer(demo_stream(request["messages"][-1]["content"]))
 
-        def answer(self, content_type, pieces):
+        def answer(self, pieces):
             self.send_response(200)
-            self.send_header("Content-Type", content_type)
             self.end_headers()
             self.wfile.writelines(pieces)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = HTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *_: None  # the question was withdrawn
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -4768,9 +4685,8 @@ def replay(path, settings):
     protocol = PROTOCOLS[backend.entry["protocol"]](backend)
     # the streams of a tap stand one after another; one without [DONE] runs into the next
     raw = read_bytes(path, "--replay")
-    streams = re.findall(rb"(?ms).+?(?:^data: ?\[DONE\]\s*|\Z)", raw) or [b""]
     replies = []
-    for stream in streams:
+    for stream in re.findall(rb"(?ms).+?(?:^data: ?\[DONE\]\s*|\Z)", raw) or [b""]:
         reply = Reply()
         replies.append(reply)
         try:
@@ -4780,7 +4696,8 @@ def replay(path, settings):
             calls = reply.finished_calls()
             for call in calls:
                 if call["arguments"] is not None:
-                    yield tool_call_event(call)
+                    plain = f"{call['name']} {call['raw']}", []
+                    yield {**tool_call_event(call), "preview": lambda: plain}
             if not calls:
                 yield from verdict(reply)
         except MMError as error:
@@ -4794,14 +4711,15 @@ def recorded_seconds(replies, thinking, answer):
     """`done`'s seconds of a recorded stream, from llama.cpp's timings in it: the time that its
     replay takes means nothing. thinking, answer: tokens.
     """
-    def recorded(key):
-        return sum(as_int((reply.timings or {}).get(key)) for reply in replies) / 1000
-
-    prompt, predicted = recorded("prompt_ms"), recorded("predicted_ms")
-    share = thinking / max(1, thinking + answer)
+    prompt = produced = 0.0
+    for reply in replies:
+        timings = reply.timings or {}
+        prompt += as_int(timings.get("prompt_ms")) / 1000
+        produced += as_int(timings.get("predicted_ms")) / 1000
+    thought = produced * thinking / max(1, thinking + answer)
     return {
-        "first_token": rounded(prompt or None), "thinking": rounded(predicted * share),
-        "answer": rounded(predicted * (1 - share)), "total": rounded(prompt + predicted or None),
+        "first_token": rounded(prompt or None), "thinking": rounded(thought),
+        "answer": rounded(produced - thought), "total": rounded(prompt + produced or None),
     }
 
 
@@ -5155,8 +5073,8 @@ def run(args, view):
     conversation.history += history
     say(*without_effect(conversation, asks_server=not args.interactive))
     if args.interactive:
-        typed_lines = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
-        return Repl(conversation, view, session, typed_lines).run(question)
+        typed = os.path.join(xdg_home("XDG_STATE_HOME", ".local/state"), "history")
+        return Repl(conversation, view, typed).run(question)
     return run_turn(conversation, conversation.ask(question), view)
 
 

@@ -3438,6 +3438,26 @@ def test_no_color_and_a_dumb_terminal_mean_no_styling(serve, terminal, env):
     assert "\x1b" not in terminal("--retries", "x", "hi", env=env).expect("retries")
 
 
+def test_a_terminal_without_utf_8_gets_words_for_marks(serve, terminal):
+    screen = terminal(*at(serve(THOUGHT)), "--stats", "hi", env={"PYTHONIOENCODING": "ascii", "NO_COLOR": "1"})
+    assert screen.code() == 0 and screen.shown.startswith("thinking: hm so\r\nanswer: The answer.\r\nthinking: ")
+
+
+def test_each_line_of_a_notice_is_marked_and_dim(serve, terminal, tmp_path):
+    (tmp_path / "c.json").write_text('{"one": 1, "two": 2}')
+    screen = terminal("--config", "c.json", *at(serve(stream(OK))), "hi")
+    screen.code()
+    assert len(re.findall(r"\x1b\[2mmm: c\.json: (?:one|two)", screen.shown)) == 2
+
+
+def test_a_status_line_is_cut_to_the_width_of_the_terminal(serve, terminal):
+    on = threading.Event()
+    screen = terminal(*at(serve(stream(on, OK))), "hi", prelude='stty cols 12 <"$TTY";')
+    screen.expect("waiting for\x1b")
+    on.set()
+    assert screen.code() == 0 and "waiting for " not in screen.shown
+
+
 def progress(processed):
     return sse({"choices": [{"delta": {"content": None}}], "prompt_progress": {"total": 210, "cache": 10, "processed": processed}})
 
