@@ -1477,42 +1477,44 @@ def events(rows):
     rows: lines without their ends. A body that is no event stream is given whole, named "body".
     https://html.spec.whatwg.org/multipage/server-sent-events.html
     """
-    name, data, size = "", [], 0
-    stray = []  # lines before the first event: perhaps of a body that is no event stream
     is_stream = False
+    name, lines, size = "", [], 0  # lines: of an event, or of a body that may be no stream
     for line in rows:
         if not is_stream and line.startswith(b"\xef\xbb\xbf"):
             line = line[3:]
         field, _, value = line.partition(b":")
         if value[:1] == b" ":
             value = value[1:]
-        if not line and (data or name):
-            yield name, data, False
-            name, data, size = "", [], 0
-        elif field in (b"data", b"event", b"error"):
-            if stray and stray[0].lstrip()[:1] in (b"{", b"["):  # JSON, and then [DONE] as an event
-                yield "body", [b"\n".join(stray)], True
-            is_stream, stray = True, []
-            if field == b"data":
-                data.append(value)
-                size += len(value) + 100  # what an empty one takes in memory, and more
-            elif field == b"event":
-                name = value.decode("utf-8", "replace").strip()
-            else:  # older llama.cpp: an error as a field of its own
-                yield "error", [value], False
-        elif is_stream and field[:1] == b"{":  # a proxy's error, written into the stream as it is
+        if not is_stream and field in (b"data", b"event", b"error"):
+            if lines and lines[0].lstrip()[:1] in (b"{", b"["):  # JSON, and then [DONE] as an event
+                yield "body", [b"\n".join(lines)], True
+            is_stream, lines = True, []
+        if not is_stream:
+            if lines or field not in (b"", b"id", b"retry"):
+                lines.append(line)
+        elif not line:
+            if lines or name:
+                yield name, lines, False
+            name, lines = "", []
+        elif field == b"data":
+            lines.append(value)
+        elif field == b"event":
+            name = value.decode("utf-8", "replace").strip()
+        elif field == b"error":  # older llama.cpp: an error as a field of its own
+            yield "error", [value], False
+        elif field[:1] == b"{":  # a proxy's error, written into the stream as it is
             yield name, [line], False
-        elif not is_stream and (stray or field not in (b"", b"id", b"retry")):
-            stray.append(line)
-            size += len(line) + 100
         # else a comment (no name before the colon), or a field that says nothing of the answer
-        if size > MAX_LINE:
+        size += len(line) + 100  # what an empty one takes in memory, and more
+        if not lines:
+            size = 0
+        elif size > MAX_LINE:
             raise MMError("protocol", "the server sent an event, or a body, of more than "
                                       f"{MAX_LINE >> 20} MiB")
-    if data or name:
-        yield name, data, True
-    elif stray:
-        yield "body", [b"\n".join(stray)], True
+    if is_stream and (lines or name):
+        yield name, lines, True
+    elif lines:
+        yield "body", [b"\n".join(lines)], True
 
 
 # -- from events to deltas
@@ -1567,7 +1569,7 @@ class StreamReader:
     def __init__(self):
         self.is_empty, self.is_complete = True, False
         self.has_deltas = False
-        self.halves, self.told = {}, set()
+        self.halves, self.sent = {}, set()
         self.with_calls = []  # indexes of further choices that hold a call: their end counts, too
 
     def read(self, name, chunk, backend, url):
@@ -1607,8 +1609,8 @@ class StreamReader:
             processed, total = as_int(progress.get("processed")), as_int(progress.get("total"))
             yield "progress", (processed - cached, total - cached)
         for key in ("model", "id"):  # in every chunk, and always the same
-            if key not in self.told and isinstance(chunk.get(key), str):
-                self.told.add(key)
+            if key not in self.sent and isinstance(chunk.get(key), str):
+                self.sent.add(key)
                 yield key, chunk[key]
         for key in ("usage", "timings"):
             if as_dict(chunk.get(key)):
