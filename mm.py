@@ -2836,59 +2836,52 @@ class Toolbox:
         command that was ended.
 
         What it leaves in the background goes on, but a command that must be ended (its time is up,
-        it writes too much, Ctrl-C) is ended with its whole process group.
+        it writes too much, Ctrl-C) is ended with its whole process group. It writes into a file:
+        reading a pipe to its end would wait for what it leaves behind.
         """
         import subprocess
+        import tempfile
         self.busy = True  # before all else, as Ctrl-C can come at once
         environment = {key: value for key, value in os.environ.items()
                        if key not in self.hidden and not key.endswith("_API_KEY")}
-        process = subprocess.Popen(
-            argv, bufsize=0, env=environment, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        try:
-            output, reason = yield from self.output_of(process)
-        finally:
-            process.stdout.close()
+        with tempfile.TemporaryFile() as file:
+            process = subprocess.Popen(
+                argv, env=environment, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
             try:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait(1)
-            except (OSError, subprocess.TimeoutExpired):
-                pass  # it is another user's (sudo), and goes on
-        text = output.decode("utf-8", "replace").replace("\0", "\ufffd").rstrip("\n")
+                reason = yield from self.wait_for(process, file)
+            finally:
+                try:
+                    if process.poll() is None:
+                        os.killpg(process.pid, signal.SIGKILL)
+                        process.wait(1)
+                except (OSError, subprocess.TimeoutExpired):
+                    pass  # it is another user's (sudo), and goes on
+            file.seek(0)
+            text = file.read(MOST_TEXT).decode("utf-8", "replace")
+        text = text.replace("\0", "\ufffd").rstrip("\n")
         ending = reason or f"exit status {process.returncode}"
         result = f"{text}\n[{ending}]".lstrip("\n")
         if reason or process.returncode < 0:  # negative: a signal ended it
             raise ToolError(result)
         return result
 
-    def output_of(self, process):
-        """Reads what a command writes until it ends; yields seconds; -> (output, why it must be
-        ended or "").
+    def wait_for(self, process, file):
+        """Waits for a command that writes into a file; yields seconds; -> why it must be ended, or
+        "".
         """
-        import select
-        output = bytearray()
         started = time.monotonic()
-        while True:
-            is_running = process.poll() is None  # asked first: what follows reads all that it left
-            # what it left in the background may go on writing: after the end, nothing is waited for
-            wait = 0.05 if is_running else 0
-            piece = b""
-            if select.select([process.stdout], [], [], wait)[0]:
-                piece = process.stdout.read(1 << 16)
-            output += piece
+        while process.poll() is None:
             seconds = time.monotonic() - started
             if self.stopped:
-                return output, "ended by the user"
+                return "ended by the user"
             if self.seconds and seconds > self.seconds:
-                return output, f"ended after its time limit of {self.seconds:g} s"
-            if len(output) > MOST_TEXT:
-                return output, f"ended after {MOST_TEXT >> 20} MiB of output"
-            if not piece:
-                if not is_running:
-                    return output, ""
-                time.sleep(0.01)  # select does not wait where the command has closed its output
-                yield seconds
+                return f"ended after its time limit of {self.seconds:g} s"
+            if os.fstat(file.fileno()).st_size > MOST_TEXT:
+                return f"ended after {MOST_TEXT >> 20} MiB of output"
+            yield seconds
+            time.sleep(0.02)
+        return ""
 
 
 def difference(old, new):
