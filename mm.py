@@ -1417,10 +1417,9 @@ def probe(backend):
 # stream like any other.
 # ==================================================================================================
 
-# bytes; nothing an honest server sends in one line, one body or all the calls of one answer comes
-# near
+# the most bytes of a line, an event, a body or all calls of an answer: no server needs as many
 MAX_LINE = 8 << 20
-CALL_BYTES = 1 << 10  # what an empty call takes of that
+CALL_BYTES = 1 << 10  # what an empty call counts as
 
 
 class Tap:
@@ -1531,11 +1530,16 @@ def deltas(rows, backend, url):
     """Deltas (kind, value) of a response's lines, each as soon as its line is there. Raises
     MMError.
 
-    reasoning, answer: text · call: a fragment {"index", "id", "name", "arguments"} of a tool call ·
-    progress: (processed, total) prompt tokens beyond the cached ones · finish: finish_reason, and
-    "" for [DONE] · usage, timings: dict · model, id: text · extra: fields that only this server knows ·
-    media: what else the answer is. After [DONE] it ends, without waiting for the connection to close.
+        reasoning, answer   text
+        call                a fragment of a tool call: {"index", "id", "name", "arguments", "extra"}
+        progress            (processed, total): prompt tokens beyond the cached ones
+        finish              the finish_reason, or "" for [DONE]
+        usage, timings      a dict, as the server gives it
+        model, id           text
+        extra               fields that only this server knows
+        media               what a part is that is no text: "image" or "audio"
 
+    After [DONE] it ends, without waiting for the connection to close.
     One event that cannot be read does not undo a stream that ends well. After a finish_reason, what
     becomes of the connection does not matter.
     """
@@ -1564,12 +1568,14 @@ def deltas(rows, backend, url):
 
 
 class StreamReader:
-    """What the chunks of one stream have told so far, for what the next one means."""
+    """Reads the chunks of one stream, each in the light of the chunks before it."""
 
     def __init__(self):
-        self.is_empty, self.is_complete = True, False
+        self.is_empty = True
+        self.is_complete = False  # a finish_reason has come, or a whole message
         self.has_deltas = False
-        self.halves, self.sent = {}, set()
+        self.halves = {}  # see without_halves
+        self.sent = set()  # the keys whose value is known already
         self.with_calls = []  # indexes of further choices that hold a call: their end counts, too
 
     def read(self, name, chunk, backend, url):
@@ -1814,9 +1820,9 @@ def without_halves(text, kind, halves):
 class Calls:
     """Puts the fragments of an answer's tool calls together.
 
-    Servers give all parallel calls index 0, count the index up within a call, leave ids out, repeat
-    them, or repeat the name; so a fragment opens a new call only if it says something that the call
-    it would continue cannot be.
+    A fragment begins a call only if it says something that the call before it cannot be: servers
+    give all parallel calls index 0, count the index up within a call, leave ids out, repeat them,
+    or repeat the name.
     """
 
     def __init__(self):
@@ -1865,8 +1871,8 @@ class Calls:
 
     @staticmethod
     def is_complete(call):
-        """Looked at for each fragment that repeats the name, so what cannot be the end of a JSON
-        object is not parsed.
+        """Whether a call's arguments are a complete JSON object. What cannot be the end of one is
+        not parsed: some servers repeat the name in every fragment.
         """
         arguments = call["arguments"]
         may_be = arguments and arguments[-1].rstrip()[-1:] in ("", "}", '"')
@@ -1923,32 +1929,36 @@ BACKLOG = 4000       # deltas the reader may be ahead of a slow terminal or pipe
 class ModelCall:
     """One request and its stream.
 
-    open_stream: called in the reader thread with this call's Connection, returns an iterator of
-    deltas or raises MMError. watchdog, first_token: the longest silence between tokens and before
-    the first one, in seconds; 0 is no limit. Iterating gives the deltas, and ("waiting", seconds
-    since the last sign of life) when nothing more is there: right after a delta, with 0.0, so that
-    a view can flush what it has, and then each second. stop(), also from a signal handler, makes
-    the iteration raise MMError("cancelled"). waits_for_call: a call may come in one piece.
+    open_stream      is called in the reader thread with this call's Connection; returns an iterator
+                     of deltas, or raises MMError
+    watchdog         the longest silence between two tokens, in seconds; 0 is no limit
+    first_token      the same before the first token
+    waits_for_call   whether a call may come in one piece, after the silence in which it is written
+
+    Iterating gives the deltas, and ("waiting", seconds since the last sign of life) where no delta
+    is there: at once with 0.0, so that a view can flush what it has, and then each second. stop()
+    makes the iteration raise MMError("cancelled").
+
+    The queue is a SimpleQueue, as its put() is safe in a signal handler: so are stop() and wake().
     """
 
     def __init__(self, open_stream, watchdog, first_token, waits_for_call=False):
         self.open_stream = open_stream
-        # while a server may write a call without a sign, the first token's limit is meant for both
+        # the longer limit serves for both where a call is written in silence
         self.waits_for_call = waits_for_call and not 0 < first_token <= watchdog
         if self.waits_for_call:
             watchdog = first_token
         self.limits = {"first": first_token, "next": watchdog, "last": GRACE_SECONDS}
         self.box = queue.SimpleQueue()
-        self.connection, self.stopped = Connection(), False
+        self.connection = Connection()
+        self.stopped = False
 
     def stop(self):
         self.stopped = True
         self.wake()
 
     def wake(self):
-        """Makes the iteration give a `waiting` now, so that its caller can act; like stop(), safe
-        in a signal handler.
-        """
+        """Makes the iteration give a `waiting` now, so that its caller can act."""
         self.box.put(("waiting", 0.0))
 
     def say(self, message):
@@ -1971,10 +1981,7 @@ class ModelCall:
         except MMError as error:
             ended = error
         except Exception as error:  # a fault of mm's own must not leave the main thread waiting
-            ended = MMError(
-                "protocol",
-                f"mm could not read the stream: {type(error).__name__}: {one_line(error, 200)}",
-            )
+            ended = MMError("protocol", f"mm could not read the stream: {one_line(repr(error), 200)}")
         self.box.put(("end", ended))
 
     def __iter__(self):
